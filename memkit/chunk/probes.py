@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -11,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
+from memkit._gradients.left import LeftResults
 from memkit._recorder.rehearsal import Rehearsal, Span
 from memkit._recovery.snapshot import are_same
 from memkit._torch.graph import saving_hooks
-from memkit._torch.modules import MACHINERY, recomputed_by_hooks
 from memkit.chunk.held import modules_of
 from memkit.chunk.traits import Moving
 
@@ -59,7 +58,7 @@ class Probes:
         self._buffers = list(_members(owners, lambda owner: owner.named_buffers(recurse=False)))
         self._parameters = list(_members(owners, lambda owner: owner.named_parameters(recurse=False)))
         self._moving = Moving(fn)
-        self._owners = [(path, owner, {id(each) for _, each in _kept_in(owner)}) for path, owner in owners]
+        self._kept = LeftResults(owners)
 
     def again(self) -> Probes:
         """Return probes of the same function, for rows that have nothing to do with those of these runs."""
@@ -83,16 +82,8 @@ class Probes:
         return list(self._changed(self._parameters))
 
     def kept_results(self) -> list[str]:
-        """Return the attributes of modules in which the runs have left a new tensor with a graph, as an auxiliary loss.
-
-        It may be in a list or a dict. A weight that a hook computes anew before each forward (``weight_norm``) is none.
-        """
-        return [
-            f"{path}.{name}".lstrip(".")
-            for path, owner, before in self._owners
-            for name, value in _kept_in(owner)
-            if value.grad_fn is not None and id(value) not in before and name not in recomputed_by_hooks(owner)
-        ]
+        """Return the attributes of modules in which the runs have left a new tensor with a graph."""
+        return self._kept.names()
 
     def _changed(self, members: Sequence[_Member]) -> Iterator[_Member]:
         for each in members:
@@ -102,15 +93,6 @@ class Probes:
             is_untouched = before is each.same and now is each.tensor and now.data_ptr() == before.data_ptr()
             if not is_untouched and not are_same(now, before):
                 yield each
-
-
-def _kept_in(owner: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors in a module's plain attributes, and in lists and dicts there."""
-    for name, value in vars(owner).items():
-        held: Iterable[object] = (value,)
-        if name not in MACHINERY:
-            held = value.values() if isinstance(value, dict) else value if isinstance(value, (list, deque)) else held
-        yield from ((name, each) for each in held if isinstance(each, Tensor))
 
 
 def _members(

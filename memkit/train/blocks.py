@@ -235,9 +235,9 @@ def _holds_stack(module: nn.Module) -> bool:
 
 
 def _outermost(modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
-    return {
-        name: module for name, module in modules.items() if not any(name.startswith(f"{other}.") for other in modules)
-    }
+    # By identity: a module may be reached under several names.
+    inside = {id(each) for module in modules.values() for each in module.modules() if each is not module}
+    return {name: module for name, module in modules.items() if id(module) not in inside}
 
 
 def _num_layers(module: nn.Module) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from memkit._core.foreign import LOSS
 from memkit._core.printable import list_some
 from memkit._core.settings import Checker
 from memkit._core.words import guided
+from memkit._gradients.left import LeftResults
 from memkit._gradients.loss import Loss
 from memkit._recovery.replay import contexts_of
 from memkit._recovery.snapshot import StateWatch
@@ -140,15 +142,26 @@ def _check_rows(encoder: nn.Module, batch: Any, num_rows: int, chunk_size: int) 
         known.add(key)
         return _Changes(encoder, SplitVerdict(exact=True))
 
+    kept: SimpleQueue[str] = SimpleQueue()  # the check puts back what its runs do to a list
+
     def loss_fn(model: nn.Module, part: tuple[Any, torch.Tensor]) -> Loss:
         rows, numbers = part
+        results = LeftResults(model.named_modules())
         embeddings = pytree.tree_leaves(model(rows))
+        for name in results.names():
+            kept.put(name)
         trained = [each for each in embeddings if isinstance(each, torch.Tensor) and each.requires_grad]
         return Loss(sum=sum(_weighed(each, numbers) for each in trained), count=len(numbers))  # type: ignore[arg-type]  # at least one
 
     numbers = torch.arange(num_rows)
     verdict = check_split(encoder, (batch, numbers), loss_fn, num_parts=-(-num_rows // chunk_size))
     _report(verdict)
+    if not kept.empty():
+        warn_user(
+            f"cached_backward: the encoder keeps a result in the attribute {kept.get()!r} when it is called. "
+            "After the chunks, it is that of the last one, and a loss that reads it gets a gradient of no chunk. Way "
+            f"out: return it from the encoder, as one value per row, {_WHOLE}."
+        )
     if not verdict.is_uninformative:
         known.add(key)
     return _Changes(encoder, verdict)

@@ -16,7 +16,7 @@ from memkit._core.errors import StateError
 from memkit.train.blocks import choose_blocks
 from memkit.train.checkpointing import Checkpointing
 from tests.helpers import assert_refused, assert_same, gradients
-from tests.toys import mean_square, trainer_of
+from tests.toys import mean_square, mlp, trainer_of
 
 
 class Block(nn.Module):
@@ -425,3 +425,33 @@ def test_an_embedding_with_a_largest_norm_changes_its_weight_once():
     twin(tokens).square().sum().backward()
     assert_same([each.grad for each in model.parameters()], [each.grad for each in twin.parameters()])
     assert_same(list(model.parameters()), list(twin.parameters()))
+
+
+def test_a_module_under_two_names_is_inside_the_block_that_holds_it():
+    """As BYOL's network, which is an attribute of the learner and of its online encoder."""
+
+    class Encoder(nn.Module):
+        def __init__(self, net):
+            super().__init__()
+            self.net, self.head = net, mlp(8, 16, 8)
+
+        def forward(self, x):
+            return self.head(self.net(x))
+
+    class Learner(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = mlp(6, 8, 8)
+            self.online = Encoder(self.net)
+            self.other = Encoder(mlp(6, 8, 8))
+
+        def forward(self, x):
+            return self.online(x) - self.other(x)
+
+    model = Learner()
+    for choice in ("auto", ["net", "o*"]):
+        with mk.Checkpointing(model, choice) as checkpointing:
+            assert list(checkpointing.blocks) == ["online", "other"]
+            model(torch.randn(5, 6)).square().mean().backward()  # without a warning of a block that runs three times
+    with pytest.raises(mk.errors.ConfigError, match="inside other chosen blocks"):
+        mk.Checkpointing(model, {"net": "full", "online": "selective"})

@@ -397,6 +397,25 @@ class TestEncodersMixingRows:
         cached_backward(model, x, info_nce, chunk_size=8)  # said once
         cached_backward(Momentum().double(), x, info_nce, chunk_size=len(x))  # once, as without memkit
 
+    def test_names_a_result_that_the_encoder_keeps(self):
+        """As mixtures of experts keep their balancing loss."""
+
+        class Balanced(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.gate, self.expert, self.aux = nn.Linear(6, 3), nn.Linear(6, 8), None
+
+            def forward(self, x):
+                p = self.gate(x).softmax(-1)
+                self.aux = p.var(0).sum()
+                return p.amax(1, keepdim=True) * self.expert(x)
+
+        model, x = Balanced().double(), make_views()[0]
+        with pytest.warns(mk.MemkitWarning, match=r"keeps a result in the attribute 'aux'") as told:
+            cached_backward(model, x, lambda z: z.square().mean() + model.aux.detach(), chunk_size=8)
+        assert len(told) == 1
+        cached_backward(Balanced().double(), x, lambda z: z.square().mean(), chunk_size=len(x))  # whole
+
     def test_runs_on_a_virtual_gpu_without_a_check(self):
         """There are no values to compare."""
 
