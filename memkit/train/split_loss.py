@@ -260,7 +260,7 @@ class SplitLoss(Uncopied):
                     except RuntimeError as error:
                         check_spent_graph(error, call=_CALL_LOSS)
                         raise
-                    attempt.is_added, is_checked = True, is_checked or has_graph
+                    is_checked = is_checked or has_graph
                 if attempt.failure is not None:
                     _put_back(held, attempt.failure)
         finally:
@@ -311,6 +311,7 @@ class SplitLoss(Uncopied):
         if self._split_watch.is_on:
             attempt.terms = divisors(loss.value)
         total.add(loss, share if self._reduction == "mean" else 1.0, count, self._scale)
+        attempt.is_added = True  # before anything else that may fail, which would add it once more
         attempt.loss = loss.detached(share if count is None else count)
         return loss.value.requires_grad
 

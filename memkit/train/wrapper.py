@@ -554,7 +554,6 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing, Overviewed):
         if attempt.size != attempt.batch_size and self._split_watch.is_on:
             attempt.terms = divisors(loss.value)
         self._add(loss, attempt, call)
-        attempt.is_added = True
 
     def step(self) -> bool:
         """Step the optimizer with the batch's gradient, then the scheduler and the average.
@@ -787,6 +786,7 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing, Overviewed):
             all_or_nothing=attempt.is_trial,
             is_whole=attempt.size == attempt.batch_size,
         )
+        attempt.is_added = True  # before anything else that may fail, which would add it once more
         attempt.loss = loss.detached(count)
 
 
