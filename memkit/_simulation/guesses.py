@@ -116,6 +116,14 @@ class Guesses(Counter[str]):
         way_out = f"call it once with data before, or pass chunk_size={chunk_size}"
         self.uncounted[f"{line} measures chunks without data, and may cut others with data: {way_out}"] = None
 
+    def counts_as_full(self, what: str) -> None:
+        """Note that how full a volume is decides what runs, and that the whole volume is counted."""
+        line = StepPosition().place().line
+        self.uncounted[
+            f"{line} runs {what}, of which the whole volume is counted: how full it is is not known without data. "
+            "Measure a step under mk.Tracker"
+        ] = None
+
     def runs_whole(self, operator: object) -> None:
         """Note that an operator runs code that it is given, such as flex_attention's scores."""
         line = StepPosition().place().line

@@ -18,6 +18,8 @@ from memkit._recovery.attempt import Done, Failed, unless_failed
 from memkit._recovery.snapshot import RandomNumbers, held_generators
 from memkit._torch.autocast import without_gradients
 from memkit._torch.compiler import runs_eagerly
+from memkit._torch.dispatch import fake_mode
+from memkit._torch.fake import FakeTensor
 from memkit._torch.graph import have_tangents, is_transforming
 from memkit.chunk.halo import REFUSALS, find_reach, quarters, warn_of_kept_results
 from memkit.chunk.probes import undone
@@ -147,6 +149,8 @@ class SparsityAwareProcessor:
         is_sparse = isinstance(volume, SparseVoxels)
         if not is_sparse:
             _check_volume(volume)
+        if isinstance(_form(volume), FakeTensor):
+            return self._without_data(volume)
         occupied = _occupied(volume)
         occupancy = float(occupied.float().mean()) if occupied.numel() else 0.0
         option, why = self._choose(volume, occupied, occupancy)
@@ -159,6 +163,13 @@ class SparsityAwareProcessor:
         if option.cut is not None:
             return self._as_given(volume, run_patches(self._fn, voxels, option.cut, background=not is_sparse))
         return pointwise(self._fn, voxels) if is_sparse else pointwise_everywhere(self._fn, voxels)
+
+    def _without_data(self, volume: Tensor | SparseVoxels) -> Tensor | SparseVoxels:
+        """Run the whole volume, because how full it is decides what runs; an estimate is in doubt."""
+        guesses = getattr(fake_mode(), "guesses", None)
+        if guesses is not None and self._mode != "dense":
+            guesses.counts_as_full("a SparsityAwareProcessor")
+        return self._as_given(volume, self._fn(volume.to_dense() if isinstance(volume, SparseVoxels) else volume))
 
     def _as_given(self, volume: Tensor | SparseVoxels, y: Tensor) -> Tensor | SparseVoxels:
         if not isinstance(volume, SparseVoxels):

@@ -80,6 +80,34 @@ def test_an_estimate_of_tiles_does_not_stand_for_the_check():
         tile(model, x)
 
 
+@pytest.mark.parametrize("mode", ["auto", "bbox", "blocks", "dense"])
+@pytest.mark.parametrize("is_sparse", [False, True])
+def test_a_mostly_empty_volume_is_counted_as_full_and_doubted(mode, is_sparse):
+    """How full it is is not known without data, and nothing of the estimate stays with the processor."""
+    x = torch.zeros(1, 1, 24, 24, 24)
+    x[..., 3:6, 2:5, 2:5] = 1
+    batch = mk.voxel.SparseVoxels.from_dense(x) if is_sparse else x
+    coords, features = (batch.coords, batch.features) if is_sparse else (None, x)
+    model = convolutions()
+    processor = mk.SparsityAwareProcessor(model, mode=mode)
+
+    def step(model, batch):
+        if not is_sparse:
+            return processor(batch[1]).square().mean()
+        voxels = mk.voxel.SparseVoxels.from_coords(*batch, shape=(24, 24, 24), batch_size=1)
+        return processor(voxels).features.square().mean()
+
+    estimate = mk.estimate_memory_usage(model, (coords, features), step, optimizer="sgd")
+    if not is_sparse:
+        whole = mk.estimate_memory_usage(model, x, lambda model, x: model(x).square().mean(), optimizer="sgd")
+        assert estimate.peak_bytes == whole.peak_bytes
+    assert bool(estimate.doubts) is (mode != "dense")
+    assert mode == "dense" or ("counted: how full it is" in estimate.doubts[0] and not estimate.fits("1GiB"))
+    assert processor.last_plan is None
+    processor(x)
+    assert processor.last_plan.mode == ("bbox" if mode == "auto" else mode)
+
+
 class Cut(nn.Module):
     def __init__(self, **how):
         super().__init__()
