@@ -9,7 +9,6 @@ the stride.
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import itertools
 import math
@@ -53,7 +52,7 @@ _APART = (
 _Key = tuple[Any, ...]
 _LOOKED: WeakKeyDictionary[nn.Module, set[Hashable]] = WeakKeyDictionary()  # traits with which results were looked for
 _CACHE: WeakKeyDictionary[nn.Module, dict[_Key, dict[int, Reach]]] = WeakKeyDictionary()
-_FITTED: WeakKeyDictionary[nn.Module, dict[_Key, Reach | BaseException]] = WeakKeyDictionary()
+_FITTED: WeakKeyDictionary[nn.Module, dict[_Key, Reach]] = WeakKeyDictionary()
 PartLengths = Callable[[int, Reach], Sequence[int]]
 
 
@@ -140,12 +139,8 @@ def _fitted(
     if stored is None:
         stored = _keys(key, x)[-1]
         with _probing(module, x, values) as probe:
-            outcome = unless_failed((InputError,), probe.fitted, dim, reach, lengths)
-        # A copy, because an error that was raised holds the volume in its traceback.
-        known[stored] = copy.copy(outcome.error) if isinstance(outcome, Failed) else outcome.result
+            known[stored] = probe.fitted(dim, reach, lengths)
     found = known[stored]
-    if isinstance(found, BaseException):
-        raise copy.copy(found)
     # With a longer period, the parts have other lengths, which another call may not share.
     return found if found == reach else _fitted(module, x, dim, found, lengths, kind, values)
 
