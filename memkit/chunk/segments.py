@@ -152,7 +152,9 @@ def _message(name: str, fn: Callable[..., Any], weight: Tensor | None, *rows: An
             name,
             got=f"a function that returns {message.dtype if isinstance(message, Tensor) else type(message).__name__}",
             expected="one tensor of messages, in a floating-point dtype",
-            fix="concatenate the messages in their last dimension, and split the result.",
+            fix="return messages.float(); a maximum or a count of them is exact up to 2**24."
+            if isinstance(message, Tensor)
+            else "concatenate the messages in their last dimension, and split the result.",
         )
     return message if weight is None else message * _like_message(name, weight, message)
 

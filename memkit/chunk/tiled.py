@@ -135,7 +135,9 @@ def _check_input(module: object, x: object) -> None:
             CALL,
             got=described(x),
             expected="a floating point tensor (B, C, *spatial)",
-            fix="add the missing dimensions with x[None, None]; convert with x.float().",
+            fix="convert with x.float()."
+            if isinstance(x, Tensor) and x.dim() >= 3
+            else "add the missing dimensions with x[None, None]; convert with x.float().",
         )
     params = {id(each) for each in module.parameters()}
     for name, owner in module.named_modules():

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from memkit._core.errors import InputError, InputTypeError
+from memkit._core.printable import described
 from memkit._core.words import guided
 from memkit._gradients.streamed import accumulator_dtype
 from memkit._torch.compiler import runs_eagerly
@@ -47,6 +48,7 @@ def voxel_mean(values: Tensor, index: GridIndex) -> Tensor:
             expected="the values, then the index",
             fix="write voxel_mean(values, index)",
         )
+    _check_index("voxel_mean(values, index)", index)
     if len(values) != index.num_points:
         raise InputError(
             "voxel_mean(values, index)",
@@ -76,6 +78,7 @@ def first_points(index: GridIndex) -> Tensor:
         >>> first_points(GridIndex.from_cells(torch.tensor([4, 1, 4, 4]))).tolist()
         [1, 0]
     """
+    _check_index("first_points(index)", index)
     rows = [scene.groups.order[scene.groups.starts] + np.int64(scene.first_point) for scene in index.scenes]
     return torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *rows]))
 
@@ -100,9 +103,20 @@ def fragments(index: GridIndex) -> Iterator[Tensor]:
         >>> [rows.tolist() for rows in fragments(GridIndex.from_cells(torch.tensor([4, 1, 4, 4])))]
         [[0, 1], [2], [3]]
     """
+    _check_index("fragments(index)", index)
     places = np.zeros(index.num_points, np.int64)
     for groups, _, point, _ in index.scenes:
         within = np.arange(len(groups.order)) - np.repeat(groups.starts, groups.counts)
         places[point : point + len(groups.order)][groups.order] = within
     order = torch.from_numpy(places.argsort(kind="stable"))
     yield from torch.split(order, np.bincount(places).tolist())
+
+
+def _check_index(call: str, index: object) -> None:
+    if not isinstance(index, GridIndex):
+        raise InputTypeError(
+            call,
+            got=described(index),
+            expected="a GridIndex",
+            fix="build it once for each cloud: GridIndex.from_coords(coords, grid_size=0.05).",
+        )

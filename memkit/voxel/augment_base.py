@@ -394,7 +394,14 @@ def read_grid(call: str, shape: object, layout: VoxelLayout | None) -> BatchShap
             expected="the shape of a volume",
             fix=f"write sample({meant}, seed=seed), or aug(x) for fresh draws.",
         )
-    sizes = tuple(check.whole("shape", each, 1, 2**31) for each in shape)
+    sizes = tuple(check.whole("shape", each, 0, 2**31) for each in shape)
+    if 0 in sizes:
+        raise InputError(
+            call,
+            got=f"an empty volume {sizes}",
+            expected="at least one sample and one voxel",
+            fix="skip empty batches.",
+        )
     if len(sizes) not in (4, 5):
         raise InputError(
             call,

@@ -180,7 +180,9 @@ def _checked(cloud: object, name: str) -> Tensor:
             _CALL,
             got=f"{name}: {described(cloud)}",
             expected="floating-point coordinates (N, D)",
-            fix="pass one row for each point, and one cloud of a batch at a time.",
+            fix=f"pass {name}.float(); positions in a grid are exact up to 2**24."
+            if isinstance(cloud, Tensor) and cloud.dim() == 2 and not cloud.is_floating_point()
+            else "pass one row for each point, and one cloud of a batch at a time.",
         )
     cloud = cloud.to(torch.promote_types(cloud.dtype, torch.float32))
     largest = (torch.finfo(cloud.dtype).max / (4 * cloud.shape[1])) ** 0.5  # their squared distance stays finite

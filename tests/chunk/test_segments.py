@@ -177,6 +177,15 @@ def test_a_weight_for_each_head(reduce, shape):
     assert_close(found, wanted, rtol=0, atol=1e-11)
 
 
+def test_messages_of_integers_are_refused_with_the_way_out():
+    rows, index = torch.randn(30, 4), torch.arange(30) % 3
+    for dtype in (torch.int64, torch.bool):
+        with pytest.raises(InputError, match=r"returns torch.(int64|bool);.* Way out: return messages.float\(\)"):
+            chunked_segment_reduce(lambda rows: (rows > 0).to(dtype), rows, index=index)  # noqa: B023
+    with pytest.raises(InputError, match=r"returns tuple;.* Way out: concatenate the messages"):
+        chunked_segment_reduce(lambda rows: (rows, rows), rows, index=index)
+
+
 def test_a_weight_that_does_not_fit_is_refused():
     x, index = torch.randn(50, 3, 4), torch.zeros(50, dtype=torch.int64)
     with pytest.raises(InputError, match=r"a weight of shape \(4,\) and a message of \(3, 4\) for each edge"):

@@ -324,3 +324,9 @@ class TestPyGsForms:
         parts = mk.points.split_packed(batch, 2)
         assert [part["offset"].tolist() for part in parts] == [[0, 20], [30]]
         assert [part["name"] for part in parts] == [["empty", "a"], ["b"]]
+
+
+def test_values_in_place_of_an_index():
+    for call in (mk.points.first_points, lambda x: list(mk.points.fragments(x)), lambda x: mk.points.voxel_mean(x, x)):
+        with pytest.raises(mk.errors.InputTypeError, match=r"expected a GridIndex\. Way out: build it .*from_coords\("):
+            call(torch.zeros(5, 3))

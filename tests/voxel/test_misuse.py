@@ -189,3 +189,10 @@ def test_small_clouds_and_other_coordinates_are_no_columns():
 def test_settings_stay_frozen():
     with pytest.raises(dataclasses.FrozenInstanceError):
         VOXEL().flip_prob = 0.3
+
+
+def test_empty_batches_and_integer_clouds_are_refused_with_the_way_out():
+    with pytest.raises(mk.errors.InputError, match=r"an empty volume \(0, 1, 8, 8, 8\);.* Way out: skip empty batches"):
+        mk.voxel.FlipAugmentation()(torch.zeros(0, 1, 8, 8, 8))
+    with pytest.raises(mk.errors.InputTypeError, match=r"a: a Tensor of shape \(5, 3\).* Way out: pass a\.float\(\)"):
+        mk.voxel.chamfer_distance(torch.zeros(5, 3, dtype=torch.int64), torch.zeros(5, 3))
