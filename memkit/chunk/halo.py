@@ -359,6 +359,7 @@ class _Probe:
         """Return the first module that carries NaN from the far end to the near end."""
         names = {each: name for name, each in self._module.named_modules()}
         found: list[str] = []
+        loose: list[bool] = []  # tensors without the volume's dimensions, as tokens, that NaN has reached in part
 
         def watch(child: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
             before, after = (
@@ -366,7 +367,10 @@ class _Probe:
                 for values in (inputs, output)
             )
             if after and not before:
-                found.append(f"`{names[child]}` ({type(child).__name__})" if names[child] else type(child).__name__)
+                shown = f"`{names[child]}` ({type(child).__name__})" if names[child] else type(child).__name__
+                found.append(f"{shown}, or a layer before it that sees tokens" if loose else shown)
+            elif any(_is_loose(each, self._like.dim()) for each in pytree.tree_leaves(output)):
+                loose.append(True)
 
         rows = self._noise(1, sizes)
         rows.narrow(dim, sizes[dim] - 1, 1).fill_(math.nan)
@@ -630,3 +634,11 @@ def _is_at_start(value: object, dim: int, num_dims: int) -> bool:
         return False
     is_nan = torch.isnan(value)
     return bool(is_nan.select(dim, 0).any() if value.dim() == num_dims else is_nan.all())
+
+
+def _is_loose(value: object, num_dims: int) -> bool:
+    """Return whether a tensor has other dimensions than the volume, and NaN in some places alone."""
+    if not isinstance(value, Tensor) or not value.is_floating_point() or value.dim() == num_dims:
+        return False
+    is_nan = torch.isnan(value)
+    return bool(is_nan.any()) and not bool(is_nan.all())

@@ -74,6 +74,29 @@ def test_refusal_names_the_culprit(name):
     assert re.search(r"eval\(\)|sliding_window_inference|move that part out", str(caught))
 
 
+def test_a_layer_over_tokens_may_be_the_culprit():
+    """As the shifted windows of SwinIR, whose tokens have no rows and columns."""
+
+    class Shifted(nn.Linear):
+        def forward(self, x):
+            _, _, height, width = x.shape
+            tokens = self.tokens(x.flatten(2).transpose(1, 2), height, width)
+            return self.back(tokens, height, width)
+
+    class Roll(nn.Module):
+        def forward(self, tokens, height, width):
+            return tokens.unflatten(1, (height, width)).roll(1, 1).flatten(1, 2)
+
+    class Back(nn.Module):
+        def forward(self, tokens, height, width):
+            return tokens.transpose(1, 2).unflatten(2, (height, width))
+
+    net = Shifted(1, 1)
+    net.tokens, net.back = Roll(), Back()
+    with pytest.raises(InputError, match=r"first in `back` \(Back\), or a layer before it that sees tokens"):
+        find_reach(net, torch.zeros(1, 4, 48, 16), (-2,))
+
+
 def test_module_rejecting_the_input():
     with pytest.raises(InputError, match="does not accept an input of shape"):
         find_reach(nn.Conv2d(3, 1, 3), torch.zeros(1, 1, 20, 20), (-1,))
