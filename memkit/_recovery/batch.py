@@ -248,6 +248,13 @@ def refuse_as_batch() -> NoReturn:
 def note_part(error: BaseException, size: int, batch_size: int) -> None:
     """Add a note to an error of the user's code: it ran on only a part of the batch, which may be the cause."""
     if isinstance(error, Exception) and size < batch_size:
+        if "more than 1 value per channel" in str(error):  # torch's own words
+            error.add_note(
+                f"memkit: this was a micro-batch of {size} of {batch_size}, and BatchNorm in training mode needs at "
+                "least two values. Set a smaller accumulation_steps, drop_last=True in the loader, or use GroupNorm; "
+                "statistics over a part differ from those over the batch anyway."
+            )
+            return
         error.add_note(
             f"memkit: this was a micro-batch of {size} of {batch_size}. All tensors of the batch are cut along "
             "dimension 0; keep one that belongs to all rows (a mask, a table) out of the batch, for instance in a "

@@ -697,3 +697,13 @@ def test_a_part_that_fails_after_its_gradient_was_added_is_not_added_twice():
     assert len(survived) > 10
     for each in survived:
         torch.testing.assert_close(each, expected, rtol=1e-13, atol=0)
+
+
+def test_an_error_of_batch_norm_on_a_part_of_one_row_says_why():
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
+    trainer = mk.MemoryEfficientTrainingWrapper(
+        model, torch.optim.SGD(model.parameters()), accumulation_steps=3, probe=False
+    )
+    with pytest.raises(ValueError, match="more than 1 value per channel") as caught:
+        trainer.train_step(torch.randn(5, 4), mean_square)
+    assert "a micro-batch of 1 of 5, and BatchNorm in training mode needs" in caught.value.__notes__[0]
