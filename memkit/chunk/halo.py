@@ -41,8 +41,11 @@ _PERIODS = (2, 8, 32)  # longest period to search for, cheap search first
 _VOXELS = 2**13  # per run of the probe, if its rows can be split
 _REMAINDERS = 2 * _PERIODS[-1]
 # Multiples to which modules pad, by a multiple of all of them.
-_PADDED = {64: (2, 4, 8, 16, 32, 64), 48: (3, 6, 12, 24, 48), 56: (7, 14, 28, 56)}
-_ALL_PADDED = math.lcm(*_PADDED)
+_PADDED = {
+    64: (2, 4, 8, 16, 32, 64), 48: (3, 6, 12, 24, 48), 56: (7, 14, 28, 56), 60: (5, 10, 15, 20, 30, 60),
+    72: (9, 18, 36, 72), 88: (11, 22, 44), 52: (13, 26, 52),
+}  # fmt: skip
+_MOST_COMPARED = 2**17  # voxels of a line through the volume that is compared as long as it is
 REFUSALS = (RuntimeError, ValueError, AssertionError, IndexError, TypeError)  # of a size or dtype, by modules
 _APART = (
     "apply the part of the module before that layer in tiles, and that layer to the whole volume; "
@@ -73,8 +76,8 @@ def find_reach(
 
     A module that pads its input to a multiple, and crops the result, works on the ends of a volume in a way that
     depends on the remainder of the size by that multiple, which NaN does not show. So the small volumes and their tiles
-    have the remainders of the real ones. If they differ, the period becomes the multiple of itself that makes them
-    equal.
+    are as long as the real ones, or have their remainders. If they differ, the period becomes the multiple of itself
+    that makes them equal.
 
     Args:
         module: A module that is equivariant to shifts, as convolutions are.
@@ -91,8 +94,9 @@ def find_reach(
         InputError: The module depends on the whole input, changes its buffers or parameters, depends on absolute
             position, or stops NaN.
 
-    Memory cost: a run without gradients over a few thousand voxels, more for a large receptive field; a copy of what
-    the module writes to, and one of its state in float64.
+    Memory cost: a run without gradients over a few thousand voxels, more for a large receptive field, and in float64
+    over a line through the volume (131,072 voxels at most); a copy of what the module writes to, and of its state in
+    float64.
     """
     traits, form = traits_of(module), (x.shape[1], x.dtype, tuple(size % _REMAINDERS for size in x.shape[2:]))
     known = _CACHE.setdefault(module, {})
@@ -133,8 +137,7 @@ def _fitted(
     shortest = [length for length in lengths(dim, reach) if length < size]
     if not shortest:
         return reach
-    again = math.lcm(_ALL_PADDED, reach.period)
-    key = kind, dim, reach, size % again, tuple(sorted({each % again for each in shortest}))
+    key = kind, dim, reach, size, tuple(sorted(set(shortest)))
     stored = next((each for each in _keys(key, x) if each in known), None)
     if stored is None:
         stored = _keys(key, x)[-1]
@@ -405,13 +408,14 @@ class _Probe:
         """Return the error for parts of these lengths, which are equal to the size modulo a period; None if exact.
 
         What a module does with the remainders of its sizes (pooling, then resizing to the size before; padding to a
-        multiple) depends on those: the small volume and its parts have the remainders of the real ones. They are
-        longer if the module needs it. Margins are compared as they are, not as rounded up to a longer period: that
-        would hide a margin that is too small.
+        multiple) depends on those: the small volume and its parts are as long as the real ones, or, of a very long
+        volume, have their remainders, and are longer if the module needs it. Margins are compared as they are, not as
+        rounded up to a longer period: that would hide a margin that is too small.
         """
         size, least = self._like.shape[dim], _least_part(reach)
+        is_long = math.prod(self._sizes) // self._sizes[dim] * size > _MOST_COMPARED
         tried = set()
-        for length, each in itertools.product(lengths, _PADDED):
+        for length, each in itertools.product(lengths, _PADDED if is_long else [size]):
             again = math.lcm(each, period)
             short = min(length, least + (length - least) % again)
             parts = sorted({short, min(length, short + again), length})

@@ -1,5 +1,6 @@
 """A module's receptive field: the right numbers, no trace, and an error that names the module that sees too much."""
 
+import contextlib
 import copy
 import itertools
 import queue
@@ -221,7 +222,7 @@ def convolutions():
 
 @pytest.mark.parametrize("mode", ["constant", "replicate"])
 @pytest.mark.parametrize("is_centered", [False, True])
-@pytest.mark.parametrize("multiple", [2, 3, 4, 7, 16])
+@pytest.mark.parametrize("multiple", [2, 3, 5, 7, 9, 16])
 def test_padding_to_a_multiple_decides_about_the_period(multiple, is_centered, mode):
     """NaN shows a period of 1, but what is beyond the ends depends on the remainder by the multiple."""
     torch.manual_seed(0)
@@ -230,6 +231,20 @@ def test_padding_to_a_multiple_decides_about_the_period(multiple, is_centered, m
         x = torch.randn(1, 1, size, dtype=torch.float64)
         for tile in (8, 12, 17, 20):
             torch.testing.assert_close(mk.tiled_apply(net, x, tile), net(x), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("multiple", [5, 9, 17])
+def test_padding_at_the_beginning_is_exact_or_refused(multiple):
+    """Most sizes would pass with parts that have the remainders by other multiples alone."""
+    num_exact = 0
+    for size in (2 * multiple + 5, 343, 156, 193):
+        torch.manual_seed(0)
+        net = Padding(nn.Conv1d(1, 1, 5, padding=2).double(), multiple, is_centered=True, mode="replicate")
+        x = torch.randn(1, 1, size, dtype=torch.float64)
+        with contextlib.suppress(InputError):
+            torch.testing.assert_close(mk.tiled_apply(net, x, size - 8), net(x), rtol=0, atol=1e-12)
+            num_exact += 1
+    assert num_exact > 1
 
 
 def test_tiles_with_remainders_of_their_own_would_be_wrong(monkeypatch):
