@@ -134,15 +134,19 @@ def _fitted(
 ) -> Reach:
     """Return the reach with a period for which parts of these lengths have the results of the whole."""
     known, size = _FITTED.setdefault(module, {}), x.shape[dim]
-    shortest = [length for length in lengths(dim, reach) if length < size]
-    if not shortest:
+
+    def key_of(reach: Reach) -> _Key:
+        return kind, dim, reach, size, tuple(sorted({length for length in lengths(dim, reach) if length < size}))
+
+    key = key_of(reach)
+    if not key[-1]:
         return reach
-    key = kind, dim, reach, size, tuple(sorted(set(shortest)))
     stored = next((each for each in _keys(key, x) if each in known), None)
     if stored is None:
         stored = _keys(key, x)[-1]
         with _probing(module, x, values) as probe:
-            known[stored] = probe.fitted(dim, reach, lengths)
+            found = probe.fitted(dim, reach, lengths)
+        known[stored] = known[_keys(key_of(found), x)[-1]] = found
     found = known[stored]
     # With a longer period, the parts have other lengths, which another call may not share.
     return found if found == reach else _fitted(module, x, dim, found, lengths, kind, values)
