@@ -26,10 +26,9 @@ from memkit._recovery.attempt import Done, Failed, unless_failed
 from memkit._torch import pytree
 from memkit._torch.autocast import without_gradients
 from memkit._torch.dispatch import LeanDispatchMode, below_modes
-from memkit._torch.fake import FakeTensor
 from memkit._torch.graph import have_tangents, is_transforming
 from memkit.chunk.probes import Probes, forward_hooks, undone
-from memkit.chunk.stand_in import on_noise
+from memkit.chunk.stand_in import lacks_data, on_noise
 from memkit.chunk.tileloop import CALL, check_form
 from memkit.chunk.tiles import ExactAxis, Reach
 from memkit.chunk.traits import traits_of
@@ -101,7 +100,7 @@ def find_reach(
     traits, form = traits_of(module), (x.shape[1], x.dtype, tuple(size % _REMAINDERS for size in x.shape[2:]))
     known = _CACHE.setdefault(module, {})
     keys = [(traits, form, tuple(dims)), (traits, form, tuple(dims), tuple(x.shape))]
-    found = next((known[each] for key in keys for each in _keys(key, x) if each in known), None)
+    found = next((known[each] for key in keys for each in _keys(key, module, x) if each in known), None)
     if found is None:
         with _probing(module, x, values) as probe:
             found = {dim: probe.reach(dim) for dim in dims}
@@ -111,7 +110,7 @@ def find_reach(
         has_remainder = any(_REMAINDERS % found[dim].period for dim in dims)
         # A reach as large as this volume may fit into a larger one.
         key = traits, form, tuple(dims), *([tuple(x.shape)] if covers or has_remainder else [])
-        known[_keys(key, x)[-1]] = found
+        known[_keys(key, module, x)[-1]] = found
     lengths = lengths or functools.partial(quarters, x)
     return {dim: _fitted(module, x, dim, reach, lengths, (traits, form), values) for dim, reach in found.items()}
 
@@ -141,20 +140,20 @@ def _fitted(
     key = key_of(reach)
     if not key[-1]:
         return reach
-    stored = next((each for each in _keys(key, x) if each in known), None)
+    stored = next((each for each in _keys(key, module, x) if each in known), None)
     if stored is None:
-        stored = _keys(key, x)[-1]
+        stored = _keys(key, module, x)[-1]
         with _probing(module, x, values) as probe:
             found = probe.fitted(dim, reach, lengths)
-        known[stored] = known[_keys(key_of(found), x)[-1]] = found
+        known[stored] = known[_keys(key_of(found), module, x)[-1]] = found
     found = known[stored]
     # With a longer period, the parts have other lengths, which another call may not share.
     return found if found == reach else _fitted(module, x, dim, found, lengths, kind, values)
 
 
-def _keys(key: _Key, x: Tensor) -> list[_Key]:
+def _keys(key: _Key, module: nn.Module, x: Tensor) -> list[_Key]:
     """Return the keys under which an answer may be: what an estimate finds on noise does not stand for real checks."""
-    return [key, (*key, "without data")] if isinstance(x, FakeTensor) else [key]
+    return [key, (*key, "without data")] if lacks_data(module, x) else [key]
 
 
 @contextlib.contextmanager
@@ -171,7 +170,7 @@ def warn_of_kept_results(module: nn.Module, x: Tensor, call: str) -> None:
         x: See `find_reach`.
         call: The user's call.
     """
-    if not torch.is_grad_enabled() or isinstance(x, FakeTensor):
+    if not torch.is_grad_enabled() or lacks_data(module, x):
         return
     looked, traits = _LOOKED.setdefault(module, set()), traits_of(module)
     if traits in looked:

@@ -19,12 +19,12 @@ from memkit._recovery.snapshot import RandomNumbers, held_generators
 from memkit._torch.autocast import without_gradients
 from memkit._torch.compiler import runs_eagerly
 from memkit._torch.dispatch import fake_mode
-from memkit._torch.fake import FakeTensor
 from memkit._torch.graph import have_tangents, is_transforming
 from memkit.chunk.halo import REFUSALS, find_reach, quarters, warn_of_kept_results
 from memkit.chunk.probes import undone
 from memkit.chunk.sparse_rows import CALL, pointwise, pointwise_everywhere
 from memkit.chunk.sparse_tiles import TileChoice, box_piece, cut_blocks, cut_box, occupied_box, run_patches
+from memkit.chunk.stand_in import lacks_data
 from memkit.chunk.tiles import ExactAxis, Reach
 from memkit.chunk.traits import traits_of
 
@@ -149,7 +149,7 @@ class SparsityAwareProcessor:
         is_sparse = isinstance(volume, SparseVoxels)
         if not is_sparse:
             _check_volume(volume)
-        if isinstance(_form(volume), FakeTensor):
+        if lacks_data(self._fn, _form(volume)):
             return self._without_data(volume)
         occupied = _occupied(volume)
         occupancy = float(occupied.float().mean()) if occupied.numel() else 0.0

@@ -9,9 +9,18 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from memkit._torch.dispatch import without_modes
+from memkit._torch.dispatch import fake_mode, without_modes
 from memkit._torch.fake import FakeTensor
 from memkit._torch.modules import buffers_of, parameters_of
+
+
+def lacks_data(module: nn.Module, x: Tensor) -> bool:
+    """Return whether a volume, or what a module works with, has no data, as in an estimate."""
+    if isinstance(x, FakeTensor):
+        return True
+    return fake_mode() is not None and any(
+        isinstance(each, FakeTensor) for each in (*module.parameters(), *module.buffers())
+    )
 
 
 @contextlib.contextmanager
@@ -28,7 +37,7 @@ def on_noise(module: nn.Module, x: Tensor) -> Iterator[Tensor]:
 
     Memory cost: the parameters and buffers.
     """
-    if not isinstance(x, FakeTensor):
+    if not lacks_data(module, x):
         yield x
         return
     with without_modes(), contextlib.ExitStack() as stack:
@@ -42,7 +51,7 @@ def on_noise(module: nn.Module, x: Tensor) -> Iterator[Tensor]:
                             known[tensor] = _noise(tensor, generator)
                         stack.callback(members.__setitem__, name, tensor)
                         members[name] = known[tensor]
-        yield torch.zeros((), dtype=x.dtype).expand(x.shape)
+        yield torch.zeros((), dtype=x.dtype).expand(x.shape) if isinstance(x, FakeTensor) else x
 
 
 def _noise(like: Tensor, generator: torch.Generator) -> Tensor:

@@ -57,6 +57,14 @@ def test_tiles_may_be_estimated_before_any_call(target):
     assert first.peak_bytes == mk.estimate_memory_usage(model, x, tile, optimizer="sgd", target=target).peak_bytes
 
 
+@pytest.mark.parametrize("run", [lambda *args: mk.tiled_apply(*args, 8), lambda f, x: mk.SparsityAwareProcessor(f)(x)])
+def test_a_volume_that_the_loss_holds(run):
+    """Then the parameters alone have no data."""
+    x, model = torch.randn(1, 1, 16, 16, 16), convolutions()
+    estimate = mk.estimate_memory_usage(model, torch.zeros(1), lambda model, _: run(model, x).mean(), optimizer="sgd")
+    assert estimate.peak_bytes > 0
+
+
 def test_tiles_run_on_a_virtual_gpu():
     def peak(run):
         with mk.VirtualGPU("T4") as gpu:
