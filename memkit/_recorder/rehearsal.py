@@ -43,7 +43,7 @@ from memkit._core.printable import list_some
 from memkit._machine import random_state
 from memkit._torch import aten
 from memkit._torch.compiler import eagerly
-from memkit._torch.dispatch import LeanDispatchMode, OpOverload
+from memkit._torch.dispatch import LeanDispatchMode, OpOverload, fake_mode
 from memkit._torch.fake import FakeTensor
 from memkit._torch.graph import outside_transforms
 from memkit._torch.modules import (
@@ -410,7 +410,8 @@ class _Watch(LeanDispatchMode):
             for each in written if isinstance(written, (list, tuple)) else (written,):
                 if isinstance(each, Tensor):
                     self._rehearsal.keep(each, self._born)
-        out = self._rehearsal.draw(func, args, kwargs, self._span) if facts.is_random else func(*args, **kwargs)
+        is_drawn = facts.is_random and fake_mode() is None  # in an estimate, draws have no values
+        out = self._rehearsal.draw(func, args, kwargs, self._span) if is_drawn else func(*args, **kwargs)
         if facts.makes_tensors:
             self._note(func, args, kwargs, out)
         return out

@@ -138,6 +138,17 @@ def real_peak(model, x):
     return tracker.peak_bytes
 
 
+def test_dropout_in_chunks_decides_nothing_in_an_estimate():
+    """No number is guessed, and no data of stand-ins is read, of which torch would warn."""
+    model = nn.Sequential(nn.Linear(16, 64), nn.Dropout(0.1), nn.GELU(), nn.Linear(64, 4))
+    processor = mk.ChunkedProcessor(model, memory_budget="1MiB")
+    estimate = mk.estimate_memory_usage(
+        model, torch.randn(5000, 16), lambda model, x: processor(x).square().mean(), optimizer="sgd"
+    )
+    assert len(estimate.doubts) == 1
+    assert "measures chunks without data" in estimate.doubts[0]
+
+
 def test_chunks_that_only_an_estimate_has_measured_are_doubted():
     x, model = torch.randn(4096, 16), Cut(memory_budget="1MiB")
     first = mk.estimate_memory_usage(model, x, cut_step, optimizer="sgd")
