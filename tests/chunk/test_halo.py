@@ -247,6 +247,28 @@ def test_padding_at_the_beginning_is_exact_or_refused(multiple):
     assert num_exact > 1
 
 
+@pytest.mark.parametrize(("multiple", "size", "tile"), [(9, 155, 51), (5, 204, 51), (6, 222, 60), (12, 228, 60)])
+@pytest.mark.parametrize("pool", [nn.MaxPool1d, nn.AvgPool1d])
+def test_pooling_after_padding_at_the_beginning(multiple, size, tile, pool):
+    """The grid begins where the padding does: the reach is that of volumes with the same remainder."""
+
+    class Pooled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Conv1d(1, 2, 3, padding=1), nn.Conv1d(4, 2, 3, padding=1)
+
+        def forward(self, x):
+            rest = -x.shape[-1] % multiple
+            y = torch.tanh(self.first(nn.functional.pad(x, (rest, 0), mode="reflect")))
+            low = nn.functional.interpolate(torch.tanh(pool(multiple)(y)), scale_factor=multiple)
+            return torch.tanh(self.last(torch.cat([low, y], 1)))[..., rest:]
+
+    for seed in range(3):
+        torch.manual_seed(seed)
+        net, x = Pooled().double(), torch.randn(1, 1, size, dtype=torch.float64)
+        torch.testing.assert_close(mk.tiled_apply(net, x, tile), net(x), rtol=0, atol=1e-12)
+
+
 def test_tiles_with_remainders_of_their_own_would_be_wrong(monkeypatch):
     """The negative control."""
     net, x = Padding(convolutions(), 4), torch.randn(1, 1, 61, dtype=torch.float64)
