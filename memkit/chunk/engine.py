@@ -38,7 +38,7 @@ from memkit._torch import foreach, pytree
 from memkit._torch.autocast import graphs
 from memkit._torch.graph import gradients_of
 from memkit._torch.script import as_written
-from memkit._torch.tensors import versions_of
+from memkit._torch.tensors import as_integers, versions_of
 from memkit.chunk.assembly import Assembly, ChunkResults, Upstream
 from memkit.chunk.circumstances import Circumstances, ReplayedChunk
 from memkit.chunk.gather import Gathered
@@ -383,7 +383,12 @@ class ChunkedCall:
         rows = []
         for tensor, pick in zip(inputs, self._picks, strict=True):
             places = numbers.to(tensor.device) if pick is None else pick.index_select(0, numbers.to(pick.device))
-            rows.append(tensor.detach()[places].requires_grad_(tensor.requires_grad))
+            whole = tensor.detach()
+            try:
+                found = whole[places]
+            except NotImplementedError:  # of unsigned integers, in PyTorch 2.8
+                found = as_integers(whole)[places].view(whole.dtype)
+            rows.append(found.requires_grad_(tensor.requires_grad))
         return rows
 
     def _call(self, rows: Sequence[Tensor], length: int) -> list[Tensor]:
