@@ -1244,7 +1244,7 @@ class _HeldTensor(NamedTuple):
 
     def _is_written(self) -> bool:
         if self.content is not None and not isinstance(self.same, FakeTensor):
-            # What was written and restored is as it was, whatever its version.
+            # Content that was written and restored counts as unchanged, whatever its version.
             return not torch.equal(as_integers(self.same), as_integers(self.content))  # NaN equals NaN
         if self.version is not None and version_of(self.same) != self.version:
             return True

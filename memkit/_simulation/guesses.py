@@ -124,6 +124,14 @@ class Guesses(Counter[str]):
             "Measure a step under mk.Tracker"
         ] = None
 
+    def looks_on_zeros(self, module: str) -> None:
+        """Note that what parts of a volume read was found with zeros in place of a module's buffers of indices."""
+        line = StepPosition().place().line
+        self.uncounted[
+            f"{line} cuts a volume for a {module} with buffers of integers, which have no data: parts may be larger or "
+            "smaller with data. Call it once with data before"
+        ] = None
+
     def runs_whole(self, operator: object) -> None:
         """Note that an operator runs code that it is given, such as flex_attention's scores."""
         line = StepPosition().place().line

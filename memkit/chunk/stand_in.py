@@ -33,13 +33,19 @@ def on_noise(module: nn.Module, x: Tensor) -> Iterator[Tensor]:
         x: (B, C, *spatial), an input of the module.
 
     Yields:
-        The input, or one of its shape and dtype on the host, all of whose values are 0, which takes no memory.
+        The input; if it has no data, one of its shape and dtype on the host, with zeros that take no memory.
 
     Memory cost: the parameters and buffers.
     """
     if not lacks_data(module, x):
         yield x
         return
+    guesses = getattr(fake_mode(), "guesses", None)
+    has_indices = any(
+        isinstance(each, FakeTensor) and not each.is_floating_point() and each.dim() for each in module.buffers()
+    )
+    if guesses is not None and has_indices:
+        guesses.looks_on_zeros(type(module).__name__)
     with without_modes(), contextlib.ExitStack() as stack:
         generator = torch.Generator().manual_seed(0)
         known: dict[Tensor, Tensor] = {}

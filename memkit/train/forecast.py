@@ -360,7 +360,7 @@ class PartPlanner:
             warn_user(
                 "MemoryEfficientTrainingWrapper: memory=... does not count all that the gradients of embeddings with "
                 "sparse=True take: the sum over several parts is as large as for the whole batch, twice while a part "
-                "is added, and the optimizer's step keeps a copy of the rows that it changes. A step may take more. "
+                "is added, and the optimizer's step keeps a copy of what it changes. A step may take more. "
                 "Way out: set sparse=False, or allow for "
                 f"{format_bytes(2 * peak_bytes + table_bytes - available_bytes)} more."
             )

@@ -65,6 +65,24 @@ def test_a_volume_that_the_loss_holds(run):
     assert estimate.peak_bytes > 0
 
 
+def test_tiles_of_a_module_with_indices_are_doubted():
+    """They decide what a result depends on, and have no data in an estimate."""
+
+    class Picked(nn.Conv3d):
+        def __init__(self):
+            super().__init__(2, 1, 3, padding=1)
+            self.register_buffer("channels", torch.tensor([1, 0]))
+
+        def forward(self, x):
+            return super().forward(x[:, self.channels])
+
+    model, x = Picked(), torch.randn(1, 2, 16, 16, 16)
+    first = mk.estimate_memory_usage(model, x, tile, optimizer="sgd")
+    assert "buffers of integers, which have no data" in first.doubts[0]
+    tile(model, x)
+    assert mk.estimate_memory_usage(model, x, tile, optimizer="sgd").doubts == ()
+
+
 def test_tiles_run_on_a_virtual_gpu():
     def peak(run):
         with mk.VirtualGPU("T4") as gpu:
