@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 Horizon = Literal["short", "middle", "long"]
 HORIZONS: tuple[Horizon, ...] = ("short", "middle", "long")
+_BITWISE = "bit for bit"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +61,7 @@ class Remedy:
             self,
             key=f"{self.key} + {other.key}",
             name=f"{self.name} + {other.name}",
-            effect="; ".join(dict.fromkeys((self.effect, other.effect))),
+            effect=_joined(self.effect, other.effect),
             exact=self.exact and other.exact,
             compares=self.compares if self.compares == other.compares else "gradients",
             redraws=self.redraws or other.redraws,
@@ -80,6 +81,14 @@ class Remedy:
         given = ", ".join(["model", "optimizer", *kept, self.arguments])
         wrapper = f"mk.MemoryEfficientTrainingWrapper({given})" if self.settings else ""
         return "\n".join(filter(None, (wrapper, self.code)))
+
+
+def _joined(*effects: str) -> str:
+    """The clauses of all effects; together they are bit for bit only if each one is."""
+    clauses = "; ".join(effects).split("; ")
+    if not all(_BITWISE in each for each in effects):
+        clauses = [each for each in clauses if _BITWISE not in each]
+    return "; ".join(dict.fromkeys(clauses))
 
 
 def remedy(key: str) -> Remedy:

@@ -175,5 +175,10 @@ def test_a_remedy_fills_in_and_joins():
     assert pair.full_code().splitlines() == [halves.full_code(), backward.full_code()]
     assert backward.with_other(catalog.remedy("optimizer_form")).compares == "updates"
     assert backward.with_other(catalog.remedy("bfloat16")).exact is False
+    sums = "same gradient, summed in another order"
+    assert pair.effect == f"{sums}; no clipping by the total norm, no accumulation"
+    assert catalog.remedy("checkpoint").with_other(halves).effect == sums
+    both = catalog.remedy("checkpoint").with_other(catalog.remedy("offload_activations"))
+    assert both.effect == catalog.remedy("offload_activations").effect
     with pytest.raises(KeyError):
         catalog.remedy("micro_batches").filled()
