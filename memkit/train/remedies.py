@@ -20,6 +20,10 @@ from memkit.train.offload import WrittenAsideError, make_offload, offload_activa
 from memkit.train.treatments import ChangedInputError
 
 RemedyName = Literal["recompute", "offload"]
+_BODY = (
+    " The body of the loop has run more than once: lists, counters and other objects outside of modules keep what each "
+    "of its runs has changed. If it changes any, use train_step, which restores or names them."
+)
 
 
 class Remedies:
@@ -65,6 +69,7 @@ class Remedies:
         self._checkpointing: Checkpointing | None = None
         self._offload: offload_activations | None = None
         self._reported: set[str] = set()
+        self._caveat = ""  # what a message about another run has to say about the user's loop, until it has said so
         self._is_last = self._is_proven = self._is_refuted = False
         self._message = "", ""
         # Looked up now: once the host's memory runs out, there may be too little to read the catalog.
@@ -118,10 +123,13 @@ class Remedies:
             self.tell("recompute", *self._message)
             return
         self._is_refuted = is_equal is False
+        done = "without recomputing blocks in backward: "
         if is_equal is None:
-            done = "without recomputing blocks in backward: whether that keeps the gradient could not be checked here "
+            done += "whether that keeps the gradient could not be checked here "
             done += f"({reason.rstrip('.')}). {self._code['recompute']} recomputes them without this check."
-            self.tell("no recompute", self._message[0], done)
+        else:
+            done += "blocks that ran again did not give the same gradient."
+        self.tell("no recompute", self._message[0], done)
         self._can = [each for each in self._can if each != "recompute"]
         self._close_checkpointing()
 
@@ -176,7 +184,14 @@ class Remedies:
         """Report, once per kind, what was done about an out-of-memory."""
         if kind not in self._reported:
             self._reported.add(kind)
-            warn_user(f"{self._call}: {what}. Training continues: {done}")
+            caveat, self._caveat = self._caveat, ""
+            warn_user(f"{self._call}: {what}. Training continues: {done}{caveat}")
+
+    def note_loop(self) -> None:
+        """Note that the user's own loop runs micro-batches: what its body changes is not looked at."""
+        if "loop" not in self._reported:
+            self._reported.add("loop")
+            self._caveat = _BODY
 
     def close(self) -> None:
         """Restore the model."""

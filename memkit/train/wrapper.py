@@ -13,12 +13,20 @@ from torch import nn
 from torch.optim import Optimizer
 
 from memkit._charts.overview import Overview, Overviewed
-from memkit._core.errors import ConfigError, InputError, MemkitError, StateError, warn_user
+from memkit._core.errors import (
+    ConfigError,
+    InputError,
+    MemkitError,
+    MemkitOutOfMemoryError,
+    StateError,
+    warn_user,
+)
 from memkit._core.printable import counted
 from memkit._core.protocols import Average, Closing, MemoryWatch, Scheduler, Uncopied
 from memkit._core.words import guided, taking_settings_of
 from memkit._gradients.loss import Loss, LossFn, call_loss_fn, check_loss_fn
 from memkit._machine import devices
+from memkit._recovery.attempt import Done, attempt as try_once
 from memkit._recovery.batch import Attempt, BatchRun
 from memkit._recovery.sizes import SizeMemory
 from memkit._recovery.snapshot import Rollback
@@ -232,7 +240,7 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing, Overviewed):
                 model=model,
                 sum_dtype=sum_dtype,
                 guard_steps=on_oom != "raise" or "optimizer" in offload,
-                on_gradients=None if on_gradients is None else functools.partial(on_gradients, model),
+                on_gradients=_looking(on_gradients, model, recovers=on_oom != "raise"),
                 caller=WRAPPER,
             )
             cleanup.callback(self._sum.close)
@@ -487,6 +495,8 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing, Overviewed):
         if self._sum.ranks is not None:
             self._sum.ranks.before_forwards()
         run = self._open(batch, self._accumulation_steps)
+        if self._remedies is not None:
+            self._remedies.note_loop()
         try:
             self._batch_run, self._num_steps_before = run, self._sum.num_steps
             yield from self._driver.attempts(run)
@@ -788,6 +798,27 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing, Overviewed):
         )
         attempt.is_added = True  # before anything else that may fail, which would add it once more
         attempt.loss = loss.detached(count)
+
+
+def _looking(
+    on_gradients: Callable[[Any], object] | None, model: nn.Module, *, recovers: bool
+) -> Callable[[], None] | None:
+    """Return the user's look at the gradients, after whose out-of-memory the step is undone: it cannot be repeated."""
+    if on_gradients is None or not recovers:
+        return None if on_gradients is None else functools.partial(on_gradients, model)  # type: ignore[return-value]
+
+    def look() -> None:
+        outcome = try_once(on_gradients, model)
+        if not isinstance(outcome, Done):
+            raise MemkitOutOfMemoryError(
+                f"{_CALL}(on_gradients=...)",
+                got=f"a function that runs out of memory: {outcome.description}",
+                expected="memory for its temporary tensors, while all gradients are there",
+                fix="look at one parameter at a time in it, or use smaller batches. The step was not done: parameters, "
+                "buffers and random state are as before it.",
+            ) from outcome.error
+
+    return look
 
 
 def _refuse_second_order(optimizers: Sequence[torch.optim.Optimizer], error: RuntimeError) -> NoReturn:

@@ -103,6 +103,36 @@ def test_splits_batch_next_if_proven_without_recomputing(plain):
     same(model, plain, rtol=1e-12, atol=1e-14)
 
 
+def test_a_loop_is_told_that_its_body_ran_again():
+    """What its runs count goes on counting; blocks that run again may then seem to change the gradient."""
+
+    def train(fails, odd):
+        model, count = make(), 0
+        trainer = trainer_of(model)
+        for attempt in trainer.microbatches(X.double()):
+            with attempt as micro:
+                count += 1
+                scale = 2.0 if count in odd else 1.0
+                trainer.backward(scale * model(micro).square().mean())
+                if fails and count == 1:
+                    out_of_memory()
+        trainer.step()
+        return count
+
+    def told(odd):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            assert train(True, odd) > 1
+        [message] = [str(each.message) for each in caught]
+        assert "The body of the loop has run more than once: lists, counters" in message
+        return message.partition("continues: ")[2]
+
+    assert train(False, ()) == 1
+    assert told(()).startswith("from now on 1, 2 run again in backward")
+    refuted = [told((number,)) for number in range(2, 6)]
+    assert any("without recomputing blocks in backward: blocks that ran again did not" in each for each in refuted)
+
+
 def test_a_model_without_blocks_is_split_at_once():
     model = nn.Linear(8, 1).double()
     _, result, blocks, told = step(Fails(most=4), model, batch=X[:, 0])

@@ -338,6 +338,37 @@ class Mixing(nn.Module):
         return self.last(torch.cat([x, x.std(0, unbiased=False).mean().expand(len(x), 1)], 1))
 
 
+def test_a_look_at_gradients_that_runs_out_of_memory_undoes_the_step():
+    """It may not run twice: it may have changed the gradients."""
+
+    def train(fails_at):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5)).double()
+        calls = itertools.count(1)
+
+        def clip(model):
+            if next(calls) == fails_at:
+                out_of_memory()
+            nn.utils.clip_grad_value_(model.parameters(), 0.01)
+
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        trainer = mk.MemoryEfficientTrainingWrapper(model, optimizer, on_gradients=clip)
+        for x in torch.randn(3, 8, 4, dtype=torch.float64):
+            try:
+                trainer.train_step(x, lambda model, x: model(x).square().mean())
+            except mk.MemkitOutOfMemoryError as error:
+                errors.append(error)
+                trainer.train_step(x, lambda model, x: model(x).square().mean())
+        return [each.detach().clone() for each in model.state_dict().values()], next(calls)
+
+    errors: list[mk.MemkitOutOfMemoryError] = []
+    (plain, num_plain), (hit, num_hit) = train(0), train(2)
+    assert num_hit == num_plain + 1
+    assert [type(each.__cause__) for each in errors] == [torch.OutOfMemoryError]
+    assert "MemoryEfficientTrainingWrapper(on_gradients=...)" in str(errors[0])
+    torch.testing.assert_close(hit, plain, rtol=0, atol=0)
+
+
 class TestCutThatCouldNotBeChecked:
     """Memory runs out in the check of a cut, and later in a part; the next check finds that rows are mixed."""
 
