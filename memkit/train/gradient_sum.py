@@ -21,6 +21,7 @@ from memkit._recovery.signals import are_plain, deferred_signals
 from memkit._torch.graph import accumulate_gradients
 from memkit._torch.optimizers import before_step
 from memkit._torch.tensors import accumulate_hooks, gradient_dtype, gradient_marks, require_gradient_dtypes
+from memkit.train.bystanders import Bystanders
 from memkit.train.checks import (
     Caller,
     check_gradients,
@@ -137,6 +138,7 @@ class GradientSum:
         self.shards: Shards | None = self.ranks if isinstance(self.ranks, Shards) else None
         # None: decided by the first graph. A graph does not hold sharded parameters: a backward cannot stop at them.
         self._only_own: bool | None = None if self.shards is None else False
+        self._bystanders: Bystanders | None = None
         self.predivisor: float | None = None
         self._count: Weight = 0.0
         self._has_gradients = self._has_seen_hooks = False
@@ -328,6 +330,8 @@ class GradientSum:
             self.ranks.close()
         narrow_gradients(self._parameters, self._sum_dtype)
         self._unwatch()
+        if self._bystanders is not None:
+            self._bystanders.close()
         self._is_closed = True
 
     def _watch(self) -> None:
@@ -361,6 +365,8 @@ class GradientSum:
             check_weightless(loss, self._caller)
         if self._only_own is None:
             self._only_own = not has_reentrant_checkpoint(loss)
+            if self._only_own:
+                self._bystanders = Bystanders(loss, self._parameters, self._caller)
         scaled = self._scaler.scale(loss) if self._scaler else loss
         root = None if weight == 1.0 else torch.full_like(scaled, weight)
         if all_or_nothing and self._only_own and not self._has_hooks_for_backward():

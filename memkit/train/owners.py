@@ -186,20 +186,23 @@ def list_optimizers(optimizer: Any, caller: Caller) -> list[Optimizer]:
     for each in optimizers:
         if not isinstance(each, Optimizer):
             raise _no_optimizer(each, caller)
-        refuse_closure(each, _built(caller), _built(caller, "torch.optim.AdamW(model.parameters())"))
+        refuse_closure(
+            each, constructor_call(caller), constructor_call(caller, "torch.optim.AdamW(model.parameters())")
+        )
         _check_prepared(each)
     check_steps_later(optimizers, caller)
     return optimizers
 
 
-def _built(caller: Caller, optimizer: str = "optimizer") -> str:
+def constructor_call(caller: Caller, optimizer: str = "optimizer") -> str:
+    """Return the call that constructs the user's object over an optimizer, or over a list of them."""
     first = "" if caller is ACCUMULATOR else "model, "
     return f"{caller.kind}({first}{optimizer}{caller.others})"
 
 
 def _no_optimizer(value: object, caller: Caller) -> InputTypeError:
     """Return the error for an object that is not an optimizer."""
-    refuse_trainer(value, call=_built(caller), expected=_EXPECTED_OPTIMIZER)
+    refuse_trainer(value, call=constructor_call(caller), expected=_EXPECTED_OPTIMIZER)
     known = {name: each for name, each in vars(torch.optim).items() if isinstance(each, type) and name != "Optimizer"}
     schedule = ", scheduler=scheduler" if caller is WRAPPER else ""
     made, got = "torch.optim.AdamW(model.parameters())", f"a {type(value).__name__}"
@@ -223,10 +226,11 @@ def _no_optimizer(value: object, caller: Caller) -> InputTypeError:
     elif inner:
         made = f"optimizer.{inner}{schedule}"
         got = f"a {type(value).__name__} around an optimizer, whose own step() would not run"
-    fix = f"write {_built(caller, made)}."
+    fix = f"write {constructor_call(caller, made)}."
     if inner and inner != "optimizer":
-        fix = f"write {_built(caller, f'optimizer.{inner}')}, and set the learning rates that it sets before each step."
-    return InputTypeError(_built(caller), got=got, expected=_EXPECTED_OPTIMIZER, fix=fix)
+        right = constructor_call(caller, f"optimizer.{inner}")
+        fix = f"write {right}, and set the learning rates that it sets before each step."
+    return InputTypeError(constructor_call(caller), got=got, expected=_EXPECTED_OPTIMIZER, fix=fix)
 
 
 def _optimizer_in(value: object) -> str | None:
@@ -261,7 +265,7 @@ def check_steps_later(optimizers: Sequence[Optimizer], caller: Caller) -> None:
     for each in optimizers:
         if steps_in_backward(each):
             raise ConfigError(
-                _built(caller),
+                constructor_call(caller),
                 got=f"{type(each).__name__}, which steps inside of backward",
                 expected="an optimizer outside of step_in_backward, because gradients must accumulate",
                 fix="leave the block `with mk.train.step_in_backward(optimizer):` first, or keep it and call "

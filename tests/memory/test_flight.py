@@ -144,7 +144,7 @@ def test_each_rank_has_its_own(tmp_path, monkeypatch):
 
 def test_real_out_of_memory_under_limit_leaves_the_log(tmp_path):
     passed = json.loads(run_module_forked(CHILD, tmp_path, "tightest").stdout)
-    assert passed["is_oom"]
+    assert passed["is_oom"], passed["error"]
     assert read_memory_events(tmp_path / "out-of-memory.jsonl").events[-1].event == "out_of_memory"
 
 

@@ -611,14 +611,15 @@ def test_a_step_that_takes_more_than_was_predicted_is_told_once_and_learned_from
 
     with mk.VirtualGPU("RTX 4090"), warnings.catch_warnings(record=True, action="always") as warned:
         model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)).cuda()
-        x, peaks = torch.randn(32, 128, 64, device="cuda"), []
-        with trainer_of(model, memory="20MiB", probe=False) as trainer:
+        # So much that a sixteenth holds cuBLAS's workspace, which PyTorch 2.15 takes for each product and gives back.
+        x, peaks = torch.randn(32, 1024, 64, device="cuda"), []
+        with trainer_of(model, memory="160MiB", probe=False) as trainer:
             for repeats in (1, 1, 2, 2, 4, 4):
                 Seen.repeats, number = repeats, len(warned)
                 torch.cuda.reset_peak_memory_stats()
                 peaks.append(trainer.train_step(x, growing).peak_bytes)
                 assert number == 0 or len(warned) == number == 1
-    assert [peak > 20.5 * MIB for peak in peaks] == [False, False, True, False, True, False]
+    assert [peak > 164 * MIB for peak in peaks] == [False, False, True, False, True, False]
     assert "iB more than memory=... allows" in str(warned[0].message)
 
 

@@ -1,0 +1,124 @@
+"""Parameters of other optimizers that a loss depends on: told of when they step without a gradient."""
+
+import gc
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD
+from torch.optim.optimizer import _global_optimizer_pre_hooks
+
+import memkit as mk
+
+
+class CenterLoss(nn.Module):
+    """A criterion with parameters of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.centers = nn.Parameter(torch.randn(3, 4, dtype=torch.float64))
+
+    def forward(self, x, y):
+        return (x - self.centers[y]).square().sum(1).mean()
+
+
+def hooks():
+    return len(_global_optimizer_pre_hooks)
+
+
+def told_in(run):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        result = run()
+    return result, [str(each.message) for each in caught]
+
+
+def train(how):
+    """Three steps of a model and its criterion; return all parameters."""
+    torch.manual_seed(0)
+    model, criterion = nn.Linear(5, 4).double(), CenterLoss()
+    optimizer, other = SGD(model.parameters(), lr=0.05), SGD(criterion.parameters(), lr=0.5)
+    trainer = accumulator = None
+    if how.startswith("wrapper"):
+        trainer = mk.MemoryEfficientTrainingWrapper(model, [optimizer, other] if how == "wrapper, both" else optimizer)
+    elif how == "accumulator":
+        accumulator = mk.GradientAccumulator(optimizer)
+    for _ in range(3):
+        batch = torch.randn(6, 5).double(), torch.randint(3, (6,))
+        other.zero_grad()
+        if trainer is not None:
+            trainer.train_step(batch, lambda model, batch: criterion(model(batch[0]), batch[1]))
+        elif accumulator is not None:
+            accumulator.backward(criterion(model(batch[0]), batch[1]), count=6)
+            accumulator.step()
+        else:
+            optimizer.zero_grad()
+            criterion(model(batch[0]), batch[1]).backward()
+            optimizer.step()
+        if how != "wrapper, both":
+            other.step()
+    return [*model.parameters(), *criterion.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("how", "way_out"),
+    [
+        ("wrapper", "write MemoryEfficientTrainingWrapper(model, [optimizer, other])"),
+        ("accumulator", "write GradientAccumulator([optimizer, other])"),
+    ],
+)
+def test_a_criterion_that_gets_no_gradient_is_told_of_once(how, way_out):
+    plain, before = train("plain"), hooks()
+    found, told = told_in(lambda: train(how))
+    assert not torch.allclose(found[-1], plain[-1])  # what it warns of
+    [message] = told
+    assert "another optimizer (SGD) steps without any gradient, though the loss depends on 1 of its" in message
+    assert way_out in message
+    assert hooks() == before
+
+
+def test_the_way_out_is_the_plain_loop():
+    found, told = told_in(lambda: train("wrapper, both"))
+    assert not told
+    torch.testing.assert_close(found, train("plain"), rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("closes", [False, True])
+def test_a_gan_is_not_told_of(closes):
+    """The discriminator has a gradient, of its own loss, when it steps."""
+    before = hooks()
+    generator, critic = nn.Linear(2, 3), nn.Linear(3, 1)
+    others = SGD(critic.parameters(), lr=0.1)
+    trainer = mk.MemoryEfficientTrainingWrapper(generator, SGD(generator.parameters(), lr=0.1))
+
+    def run():
+        trainer.train_step(torch.randn(4, 2), lambda model, x: critic(model(x)).mean())
+        assert hooks() == before + 1
+        if closes:
+            trainer.close()
+            return
+        others.zero_grad()
+        critic(torch.randn(4, 3)).mean().backward()
+        others.step()
+
+    _, told = told_in(run)
+    assert not told
+    assert hooks() == before
+
+
+def test_a_parameter_that_no_optimizer_has_is_not_told_of():
+    before = hooks()
+    scale = nn.Parameter(torch.ones(1))
+
+    def run():
+        model, another = nn.Linear(2, 1), nn.Linear(2, 1)
+        accumulator = mk.GradientAccumulator(SGD(model.parameters(), lr=0.1))
+        accumulator.backward((scale * model(torch.randn(4, 2))).mean(), count=4)
+        accumulator.step()
+        SGD(another.parameters(), lr=0.1).step()  # without a gradient, but not of this loss
+
+    _, told = told_in(run)
+    assert not told
+    gc.collect()
+    assert hooks() == before  # it goes with the accumulator
