@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
@@ -22,6 +22,7 @@ from typing import Any, Self
 import numpy as np
 import torch
 
+from memkit._core.units import format_bytes
 from memkit._recorder.recorder import StepPosition
 from memkit._simulation.uses import Site, Use, operation_of, site_of
 from memkit._torch.dispatch import no_dispatch
@@ -130,6 +131,14 @@ class Guesses(Counter[str]):
         self.uncounted[
             f"{line} cuts a volume for a {module} with buffers of integers, which have no data: parts may be larger or "
             "smaller with data. Call it once with data before"
+        ] = None
+
+    def trains_others(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Note parameters that the loss trains and that are not the model's: they may have an optimizer, too."""
+        num_bytes = sum(each.nbytes for each in parameters)
+        self.uncounted[
+            f"the loss trains {len(parameters)} parameters outside of the model ({format_bytes(num_bytes)}), which an "
+            "optimizer by name, class or function does not have: pass the step's own optimizer, or a list of them"
         ] = None
 
     def runs_whole(self, operator: object) -> None:

@@ -47,6 +47,7 @@ from memkit._torch.compiler import running_eagerly
 from memkit._torch.cuda import Rules, rules_of
 from memkit._torch.dispatch import no_dispatch
 from memkit._torch.fake import FakeTensor, without_fake_log
+from memkit._torch.graph import graph_behind
 from memkit._torch.modules import PAD_PACKED, rnn_functions
 from memkit._torch.pytree import children_of, tree_leaves
 from memkit._torch.ranks import is_sharded
@@ -500,11 +501,16 @@ def _leaves(batch: Any) -> list[Any]:
 
 
 class RankPart(NamedTuple):
-    """One rank's part of a step: its model, its optimizer, and flat gradients that persist between steps."""
+    """One rank's part of a step: its model, its optimizer, and flat gradients that persist between steps.
+
+    Attributes:
+        is_all: Whether there is one rank, whose loss trains the model's parameters themselves.
+    """
 
     model: nn.Module
     optimizers: Sequence[Optimizer]
     buckets: Sequence[Tensor]
+    is_all: bool = False
 
 
 Spread: TypeAlias = Callable[
@@ -519,7 +525,7 @@ def in_one_process(
     device_type: str,  # noqa: ARG001 - interface
 ) -> Iterator[RankPart]:
     """Run everything in one process."""
-    yield RankPart(model, optimizer_maker(optimizer)(model.parameters()), ())
+    yield RankPart(model, optimizer_maker(optimizer)(model.parameters()), (), is_all=True)
 
 
 @dataclass(frozen=True)
@@ -571,6 +577,8 @@ class TrainingStep:
             with no_dispatch():
                 given.restore()  # an earlier pass may have left its results in the batch; each real step has its own
             loss, kept = loss_of(part.model, batch, loss_fn, device_type, self.precision)
+            if part.is_all and not is_own(self.optimizer):
+                note_others(loss, part.model, guesses)
             outputs.append(kept)
             if self.accumulation_steps > 1:
                 loss = loss / self.accumulation_steps
@@ -591,6 +599,14 @@ def loss_of(
     with torch.autocast(device_type, dtype) if dtype else nullcontext():
         loss = call_loss_fn(loss_fn, model, batch, call="loss_fn(model, sample_batch)")
     return loss.average(), None if loss.outputs is None else detached(loss.outputs)
+
+
+def note_others(loss: Tensor, model: nn.Module, guesses: Guesses) -> None:
+    """Note parameters of a loss that are not the model's, beside an optimizer that has the model's alone."""
+    own = set(map(id, model.parameters()))
+    others = [each for each in graph_behind([loss])[0] if isinstance(each, nn.Parameter) and id(each) not in own]
+    if others:
+        guesses.trains_others(others)
 
 
 def check_model(call: str, model: object, batch: object = None, optimizer: object = None) -> None:

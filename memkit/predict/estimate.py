@@ -500,6 +500,6 @@ def warn_of_doubts(call: str, estimate: MemoryEstimate) -> None:
     """Warn if an estimate that is being used has doubts."""
     if estimate.doubts:
         warn_user(
-            f"{call}(...) may be wrong: {'; '.join(estimate.doubts)}. Way out: write the step so that no size and no "
-            "branch depends on the values of its tensors, and compile the model afterwards."
+            f"{call}(...) may be wrong: {'; '.join(estimate.doubts)}. Way out, if none is named: write the step so "
+            "that no size and no branch depends on the values of its tensors, and compile the model afterwards."
         )

@@ -196,3 +196,42 @@ def test_what_flex_attention_takes_inside_is_not_known():
     assert any("calls flex_attention, of which the results are counted" in doubt for doubt in estimate.doubts)
     per_row = 3 * 32 + 32 + 2  # queries, keys and values; the output; a sum for each head
     assert 4 * 512 * per_row <= estimate.activations_bytes < 4 * 512 * (per_row + 256)  # and no scores
+
+
+class TestParametersOutsideOfTheModel:
+    """An optimizer by name has the model's alone: whether the step has one for the others is not known."""
+
+    @staticmethod
+    def make():
+        coarse, fine = nn.Linear(8, 8), nn.Linear(8, 512)
+        return coarse, fine, lambda model, x: fine(model(x)).square().mean()
+
+    @pytest.mark.parametrize("optimizer", ["adamw", torch.optim.AdamW, lambda params: torch.optim.AdamW(params)])
+    def test_are_told_of(self, optimizer):
+        coarse, _, loss_fn = self.make()
+        x = torch.randn(16, 8)
+        estimate = mk.estimate_memory_usage(coarse, x, loss_fn=loss_fn, optimizer=optimizer)
+        [doubt] = estimate.doubts
+        assert "the loss trains 2 parameters outside of the model (18.00 KiB)" in doubt
+        assert estimate.verdict("1GiB") == "not known"
+        with pytest.warns(mk.MemkitWarning, match="trains 2 parameters outside of the model"):
+            plan = mk.plan_training(coarse, x, loss_fn, optimizer, budget="1GiB")
+        assert any(doubt in note for note in plan.notes)
+
+    def test_are_known_to_belong_to_the_step_s_own_optimizer(self):
+        coarse, fine, loss_fn = self.make()
+        optimizer = torch.optim.AdamW([*coarse.parameters(), *fine.parameters()])
+        x = torch.randn(16, 8)
+        estimate = mk.estimate_memory_usage(coarse, x, loss_fn=loss_fn, optimizer=optimizer)
+        assert estimate.confidence == "exact"
+        for _ in range(2):
+            with mk.Tracker(device="cpu") as tracker:
+                loss_fn(coarse, x).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        assert abs(estimate.peak_bytes - tracker.peak_bytes) <= 64
+
+    def test_that_are_frozen_do_not_matter(self):
+        coarse, fine, loss_fn = self.make()
+        fine.requires_grad_(False)
+        assert not mk.estimate_memory_usage(coarse, torch.randn(16, 8), loss_fn=loss_fn, optimizer="adamw").doubts

@@ -22,6 +22,8 @@ from memkit._simulation.simulation import (
     Record,
     Simulation,
     Watch,
+    is_own,
+    note_others,
     noting_failures,
     optimizer_maker,
     simulate,
@@ -308,7 +310,8 @@ class StepTrials:
                         watched = loss_fn
                         if around is not None and watch.is_recording:
                             watched = _within(partial(around, watch), loss_fn)
-                        num_bytes = train_step(batch, _announced(_noting_reads(watched, guesses, num_reads), trace))
+                        noted = _noting_reads(watched, guesses, num_reads, has_own_optimizers=is_own(given))
+                        num_bytes = train_step(batch, _announced(noted, trace))
             num_run = min(most_steps, arrangement.accumulation_steps)
             if len(trace.parts) == 1 + num_run:
                 self._refuse_idle_step()
@@ -400,13 +403,18 @@ def _within(context: Callable[[], AbstractContextManager[Any]], loss_fn: LossFn)
     return within
 
 
-def _noting_reads(loss_fn: LossFn, guesses: Guesses, num_reads: list[int]) -> LossFn:
-    """Wrap a loss function so that it notes how many values of the batch it reads, such as lengths."""
+def _noting_reads(loss_fn: LossFn, guesses: Guesses, num_reads: list[int], *, has_own_optimizers: bool) -> LossFn:
+    """Wrap a loss function so that it notes how many values of the batch it reads, such as lengths.
+
+    It also notes what it trains besides the model, unless the optimizers are the user's own.
+    """
 
     def noting(model: Any, micro_batch: Any) -> Any:
         num_before = guesses.num_true
         loss = call_loss_fn(loss_fn, model, micro_batch, call="loss_fn(model, sample_batch)")
         num_reads.append(guesses.num_true - num_before)
+        if not has_own_optimizers:
+            note_others(loss.value, model, guesses)
         return loss
 
     return noting

@@ -88,8 +88,8 @@ def profile_scaling(
         doubts |= dict.fromkeys(doubt for each in traces for doubt in each.doubts)
     if doubts:
         warn_user(
-            f"the laws may be wrong: {'; '.join(doubts)}. Way out: write the step so that no size and no branch "
-            "depends on the values of its tensors, or use measure_scaling, which runs on real values."
+            f"the laws may be wrong: {'; '.join(doubts)}. Way out, if none is named: write the step so that no size "
+            "and no branch depends on the values of its tensors, or use measure_scaling, which runs on real values."
         )
     return ScalingResult(tuple(points), laws, tuple(guesses), tuple(doubts))
 

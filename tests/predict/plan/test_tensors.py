@@ -420,9 +420,9 @@ def test_copies_for_a_recovery_are_no_operators_of_the_forward():
     def judged(model, x):
         return judge(model(x)).square().mean()
 
-    plan = mk.plan_training(model, x, judged, "sgd", activation_budget=0.5, micro_batch_size=512)
-    assert plan.saved_tensors.recomputed
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    plan = mk.plan_training(model, x, judged, optimizer, activation_budget=0.5, micro_batch_size=512)
+    assert plan.saved_tensors.recomputed
     with (
         warnings.catch_warnings(),
         mk.MemoryEfficientTrainingWrapper(model, optimizer, probe=False, **plan.wrapper_settings()) as trainer,
@@ -465,8 +465,8 @@ def test_a_step_within_a_plan_holds_no_old_weights_of_another_network(normalize)
     def judged(model, x):
         return judge(model(x)).square().mean()
 
-    plan = mk.plan_training(model, x, judged, "sgd", activation_budget=0.5, micro_batch_size=256)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    plan = mk.plan_training(model, x, judged, optimizer, activation_budget=0.5, micro_batch_size=256)
     with mk.MemoryEfficientTrainingWrapper(model, optimizer, probe=False, **plan.wrapper_settings()) as trainer:
         for _ in range(2):
             with mk.Tracker(device="cpu") as tracker:
