@@ -195,10 +195,20 @@ class DensityInvariantTrainer(Uncopied, Closing):
             InputError: A scene has no points, its tensors differ in length, or the model or a loss returns an invalid
                 value.
             ConfigError: ``mode="cached"`` with a BatchNorm in training mode, which would see each scenario alone.
-            MemkitOutOfMemoryError: One scene does not fit.
+            MemkitOutOfMemoryError: One scene does not fit. After any error before the optimizer's step, the next call
+                draws the points that this one did.
         """
         scenes = _as_list(scenes)
         self._check(scenes)
+        before, num_steps = self._sampler.state_dict(), self._trainer.num_steps
+        try:
+            return self._step(scenes)
+        except BaseException:
+            if self._trainer.num_steps == num_steps:  # another try draws the same points
+                self._sampler.load_state_dict(before)
+            raise
+
+    def _step(self, scenes: Sequence[PointScene]) -> DensityStep:
         clock = Clock(self._memory)
         losses: dict[int, SceneLosses] = {}
         with clock.phase("step"):

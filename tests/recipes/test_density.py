@@ -248,6 +248,42 @@ class TwoOutputs(CellNet):
         return {"logits": logits, "features": (self.first(batch.features),)}
 
 
+@pytest.mark.parametrize(("error", "place"), [(torch.OutOfMemoryError, "draw"), (KeyboardInterrupt, "forward")])
+def test_a_step_that_failed_draws_the_same_points_again(error, place, monkeypatch):
+    def train(*, fails):
+        model, sampler, is_due = model_of(), GridAwareSampler(seed=5), False
+        index = sampler.index
+
+        def fail():
+            nonlocal is_due
+            if is_due:
+                is_due = False
+                raise error("out of memory")
+
+        def failing_index(coords, *arguments, **settings):
+            if len(coords) == 300:  # of the second scene: the first one's points are drawn
+                fail()
+            return index(coords, *arguments, **settings)
+
+        if place == "draw":
+            monkeypatch.setattr(sampler, "index", failing_index)
+        else:
+            model.register_forward_pre_hook(lambda *_: fail())
+        optimizer, scenes = torch.optim.SGD(model.parameters(), lr=0.1), [scene(), scene(300, seed=1)]
+        with DensityInvariantTrainer(
+            model, sampler, F.cross_entropy, optimizer=optimizer, grid_size=GRID_MM
+        ) as density:
+            density.train_step(scenes)
+            is_due = fails
+            if fails:
+                with pytest.raises(error):
+                    density.train_step(scenes)
+            density.train_step(scenes)
+        return model.state_dict()
+
+    torch.testing.assert_close(train(fails=True), train(fails=False), rtol=0, atol=0)
+
+
 def test_outputs_may_be_a_tree_and_the_consistency_a_function():
     def distance(sparse, dense):
         return (sparse["features"][0] - dense["features"][0]).abs().mean()
