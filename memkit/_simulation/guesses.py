@@ -22,6 +22,7 @@ from typing import Any, Self
 import numpy as np
 import torch
 
+from memkit._core.printable import counted
 from memkit._core.units import format_bytes
 from memkit._recorder.recorder import StepPosition
 from memkit._simulation.uses import Site, Use, operation_of, site_of
@@ -135,10 +136,19 @@ class Guesses(Counter[str]):
 
     def trains_others(self, parameters: Sequence[torch.Tensor]) -> None:
         """Note parameters that the loss trains and that are not the model's: they may have an optimizer, too."""
-        num_bytes = sum(each.nbytes for each in parameters)
+        what, size = counted(len(parameters), "parameter"), format_bytes(sum(each.nbytes for each in parameters))
         self.uncounted[
-            f"the loss trains {len(parameters)} parameters outside of the model ({format_bytes(num_bytes)}), which an "
-            "optimizer by name, class or function does not have: pass the step's own optimizer, or a list of them"
+            f"the loss trains {what} outside of the model ({size}), which an optimizer by name, class or function does "
+            "not have: pass the step's own optimizer, or a list of them"
+        ] = None
+
+    def trains_unfound(self, tensor: torch.Tensor) -> None:
+        """Note a trained tensor that the loss reads where it has no stand-in, unlike its optimizer."""
+        line = StepPosition().place().line
+        self.uncounted[
+            f"{line} reads a trained tensor of shape {tuple(tensor.shape)} through a class, a module or another object "
+            "in which it is not found, so that its gradient and its optimizer's state are not counted as they are: let "
+            "the loss function name it (codes = config.codes outside, and codes inside of it)"
         ] = None
 
     def runs_whole(self, operator: object) -> None:

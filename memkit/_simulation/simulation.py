@@ -117,6 +117,9 @@ class SimulatedTensors(Protocol):
     def standing_in(self, *values: Any, holders: Iterable[object] = ()) -> AbstractContextManager[tuple[Any, ...]]:
         """Replace the tensors that values and holders hold by stand-ins; see `StandIns.put`."""
 
+    def was_there(self, tensor: Tensor) -> bool:
+        """Whether a tensor that a step meets was there before it."""
+
     def survivors(self) -> list[Tensor]:
         """Return the live tensors that must not outlive the simulation."""
 
@@ -561,13 +564,19 @@ class TrainingStep:
                     num_before = guesses.num_true
                     with watch:
                         watch.hold(part.model, batch, part.buckets)
-                        num_true = self._run(part, batch, given, loss_fn, place.device_type, guesses)
+                        num_true = self._run(part, batch, given, loss_fn, place.device_type, simulation.tensors)
             return replace(watch.record(), reads_values=num_true > num_before)
 
         return simulate(call, simulation, (self.model, self.optimizer, self.loss_fn, self.batch), run)
 
     def _run(
-        self, part: RankPart, batch: Any, given: Attributes, loss_fn: LossFn, device_type: str, guesses: Guesses
+        self,
+        part: RankPart,
+        batch: Any,
+        given: Attributes,
+        loss_fn: LossFn,
+        device_type: str,
+        tensors: SimulatedTensors,
     ) -> int:
         """Run a step; return how many true values were read before the optimizer reads its own count of steps."""
         outputs: list[Any] = []  # held as long as the result of a real step
@@ -578,12 +587,12 @@ class TrainingStep:
                 given.restore()  # an earlier pass may have left its results in the batch; each real step has its own
             loss, kept = loss_of(part.model, batch, loss_fn, device_type, self.precision)
             if part.is_all and not is_own(self.optimizer):
-                note_others(loss, part.model, guesses)
+                note_others(loss, part.model, batch, tensors)
             outputs.append(kept)
             if self.accumulation_steps > 1:
                 loss = loss / self.accumulation_steps
             loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        num_true = guesses.num_true
+        num_true = tensors.guesses.num_true
         for each in part.optimizers:
             each.step()
         for each in part.optimizers:
@@ -601,12 +610,12 @@ def loss_of(
     return loss.average(), None if loss.outputs is None else detached(loss.outputs)
 
 
-def note_others(loss: Tensor, model: nn.Module, guesses: Guesses) -> None:
-    """Note parameters of a loss that are not the model's, beside an optimizer that has the model's alone."""
-    own = set(map(id, model.parameters()))
-    others = [each for each in graph_behind([loss])[0] if isinstance(each, nn.Parameter) and id(each) not in own]
+def note_others(loss: Tensor, model: nn.Module, batch: Any, tensors: SimulatedTensors) -> None:
+    """Note what a loss trains besides the model and the batch, beside an optimizer that has the model's alone."""
+    own = {*map(id, model.parameters()), *map(id, _leaves(batch))}
+    others = [each for each in graph_behind([loss])[0] if id(each) not in own and tensors.was_there(each)]
     if others:
-        guesses.trains_others(others)
+        tensors.guesses.trains_others(others)
 
 
 def check_model(call: str, model: object, batch: object = None, optimizer: object = None) -> None:

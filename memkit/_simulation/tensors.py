@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import math
+import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -26,6 +27,7 @@ from torch.nn.parameter import is_lazy
 from memkit._core.attributes import attributes_of, has_attributes, set_attributes, slots_content
 from memkit._core.code import global_names
 from memkit._core.errors import InputError, NotSimulatedError, StateError
+from memkit._core.installed import is_users_module
 from memkit._core.settings import Checker
 from memkit._recorder.recorder import StepPosition
 from memkit._simulation.dtypes import CHECKED, refuse_dtypes
@@ -234,6 +236,29 @@ class Tensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's own c
     def is_stand_in(self, tensor: Tensor) -> bool:
         """Whether a tensor was made by `stand_in`, so that its memory lives as long as the simulation."""
         return any(made is tensor for _, made in self._stand_ins.values())
+
+    def was_there(self, tensor: Tensor) -> bool:
+        """Whether a tensor that a step meets was there before it."""
+        return not isinstance(tensor, FakeTensor) or self.is_stand_in(tensor)
+
+    def note_original(self, tensor: Tensor) -> None:
+        """Note that an operator reads a tensor that has a stand-in: the optimizer has another one than the loss.
+
+        Raises:
+            InputError: It is not on the simulated device.
+        """
+        _, made = self._stand_ins.get(id(tensor), (None, None))
+        if made is None or not _trains(tensor):
+            return
+        if made.device != tensor.device:
+            raise InputError(
+                CALL,
+                got=f"a loss that reads a trained tensor of shape {tuple(tensor.shape)} through a class, a module or "
+                f"another object in which it is not found, so that it stays on {tensor.device}",
+                expected="trained tensors in the model, in the loss function, or in variables that it names",
+                fix="let the loss function name it: codes = config.codes outside, and codes inside of it.",
+            )
+        self.guesses.trains_unfound(tensor)
 
     def without_data(self, tensor: Tensor) -> Tensor:
         """Make a stand-in without data."""
@@ -836,7 +861,9 @@ class _Converter(FakeTensorConverter):
         self.storages: dict[int, tuple[torch.device, int]] = {}  # device and bytes of those with data, by address
 
     def from_real_tensor(self, fake_mode: FakeTensorMode, t: Tensor, *args: Any, **kwargs: Any) -> FakeTensor:
-        if t.requires_grad and t.is_leaf:
+        if _trains(t):
+            if isinstance(fake_mode, Tensors):
+                fake_mode.note_original(t)
             self._gradients.setdefault(id(t), (t, t.grad))
         if t.layout is torch.strided and not (t.is_cpu or t.is_meta):
             storage = t.untyped_storage()
@@ -961,6 +988,8 @@ class StandIns:
     def __init__(self, make: Callable[[Tensor], Tensor]) -> None:
         self._make = make
         self._saved: dict[int, tuple[Any, Any]] = {}
+        self._globals: list[tuple[dict[str, Any], str, object]] = []
+        self._functions: dict[int, tuple[FunctionType, tuple[Any, ...] | None]] = {}  # by `id`, with their defaults
 
     @contextmanager
     def put(self, *values: Any, holders: Iterable[object] = ()) -> Iterator[tuple[Any, ...]]:
@@ -979,6 +1008,11 @@ class StandIns:
                 self._replace_attributes(each)
             yield replaced
         finally:
+            for variables, name, value in self._globals:
+                variables[name] = value
+            for function, defaults in self._functions.values():
+                if function.__defaults__ is not defaults:
+                    function.__defaults__ = defaults
             for container, content in self._saved.values():
                 if isinstance(container, CellType):
                     container.cell_contents = content
@@ -1032,10 +1066,37 @@ class StandIns:
             value.update(items)
 
     def _replace_captured(self, function: FunctionType) -> None:
+        """Replace what a function captures: of a script's globals those that train, as others may be anything."""
+        if id(function) in self._functions:
+            return
+        self._functions[id(function)] = function, function.__defaults__
+        if _trains(function.__defaults__):
+            function.__defaults__ = self._replaced(function.__defaults__)
+        if _trains(function.__kwdefaults__):
+            self._replaced(function.__kwdefaults__)
         for cell in function.__closure__ or ():
             if id(cell) not in self._saved and cell != CellType():
                 self._saved[id(cell)] = cell, cell.cell_contents
                 cell.cell_contents = self._replaced(cell.cell_contents)
         for name in global_names(function.__code__):
-            if isinstance(function.__globals__.get(name), nn.Module):
-                self._replaced(function.__globals__[name])
+            self._replace_global(function.__globals__, name)
+
+    def _replace_global(self, variables: dict[str, Any], name: str) -> None:
+        value = variables.get(name)
+        if isinstance(value, FunctionType):
+            if is_users_module(sys.modules.get(value.__module__)):
+                self._replace_captured(value)
+        elif isinstance(value, nn.Module):
+            self._replaced(value)
+        elif _trains(value):
+            self._globals.append((variables, name, value))
+            variables[name] = self._replaced(value)
+
+
+def _trains(value: object) -> bool:
+    """Return whether a value is, or a container holds, a leaf that needs a gradient."""
+    if isinstance(value, Tensor):
+        return value.requires_grad and value.is_leaf
+    if isinstance(value, dict):
+        return any(map(_trains, value.values()))
+    return isinstance(value, (list, tuple)) and any(map(_trains, value))

@@ -19,8 +19,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from memkit._core.errors import warn_user
 from memkit._torch.graph import graph_behind
-from memkit.train.checks import Caller
-from memkit.train.owners import constructor_call
 
 
 class Bystanders:
@@ -29,12 +27,13 @@ class Bystanders:
     Args:
         loss: A loss with its graph, before its backward.
         own: The parameters that get their gradients.
-        caller: The object that the user works with, for messages.
+        kind: The class of the object that the user works with, for messages.
+        way_out: How these get gradients, too, for messages.
     """
 
-    def __init__(self, loss: torch.Tensor, own: Sequence[torch.Tensor], caller: Caller) -> None:
+    def __init__(self, loss: torch.Tensor, own: Sequence[torch.Tensor], kind: str, way_out: str) -> None:
         known = set(map(id, own))
-        self._caller, self._left = caller, WeakTensorKeyDictionary()
+        self._kind, self._way_out, self._left = kind, way_out, WeakTensorKeyDictionary()
         for each in graph_behind([loss])[0]:
             if id(each) not in known:
                 self._left[each] = None
@@ -57,12 +56,10 @@ class Bystanders:
         if not self._left:
             self.close()
         if found and all(each.grad is None for each in parameters):
-            kind, shape = type(optimizer).__name__, tuple(found[0].shape)
-            right = constructor_call(self._caller, "[optimizer, other]")
+            name, shape = type(optimizer).__name__, tuple(found[0].shape)
             warn_user(
-                f"{self._caller.kind}: another optimizer ({kind}) steps without any gradient, though the loss depends "
-                f"on {len(found)} of its parameters (one of shape {shape}): a loss gives gradients to the parameters "
-                f"of the given optimizers alone. Way out: write {right}, and leave out other.step()."
+                f"{self._kind}: another optimizer ({name}) steps without any gradient, though the loss depends on "
+                f"{len(found)} of its parameters (one of shape {shape}): they get none here. Way out: {self._way_out}"
             )
 
 

@@ -56,7 +56,7 @@ from memkit.train.gradients import (
     widen_gradients,
 )
 from memkit.train.guard import StepGuard
-from memkit.train.owners import check_steps_later, list_optimizers
+from memkit.train.owners import check_steps_later, constructor_call, list_optimizers
 from memkit.train.ranks import Ranks, Replicas, Shards, clip_gradients, find_ranks, widen_for_step
 
 _VERSION = 1
@@ -366,7 +366,9 @@ class GradientSum:
         if self._only_own is None:
             self._only_own = not has_reentrant_checkpoint(loss)
             if self._only_own:
-                self._bystanders = Bystanders(loss, self._parameters, self._caller)
+                right = constructor_call(self._caller, "[optimizer, other]")
+                way_out = f"write {right}, and leave out other.step()."
+                self._bystanders = Bystanders(loss, self._parameters, self._caller.kind, way_out)
         scaled = self._scaler.scale(loss) if self._scaler else loss
         root = None if weight == 1.0 else torch.full_like(scaled, weight)
         if all_or_nothing and self._only_own and not self._has_hooks_for_backward():

@@ -30,6 +30,7 @@ from memkit._recovery.batch import Attempt
 from memkit._torch.graph import inputs_of
 from memkit._torch.modules import COMPILED, is_compiled_wrapper
 from memkit._torch.ranks import after_forward, before_forward
+from memkit.train.bystanders import Bystanders
 from memkit.train.checks import check_loss, check_spent_graph, read_count
 from memkit.train.divisors import divisors
 from memkit.train.drive import BatchDriver
@@ -55,6 +56,7 @@ _CODE: dict[RemedyName, str] = {
 }
 _LAYERS = ("Addmm", "Mm", "Bmm", "Baddbmm", "Convolution", "ScaledDot", "Linear", "Embedding")
 _CALL_LOSS = "SplitLoss(model)(batch, loss_fn)"
+_MAKE_A_PARAMETER = "make what it steps an nn.Parameter of a module that you pass: SplitLoss([model, module])."
 _INNER_BACKWARD = (
     "add the inner loss to the one that loss_fn returns, `return loss + auxiliary`; for the gradient of an input write "
     "torch.autograd.grad(loss, inputs) in place of loss.backward()."
@@ -178,6 +180,7 @@ class SplitLoss(Uncopied):
         self.num_ooms = 0
         self.is_checking = False
         self._is_scaled, self._checked_precisions = False, set[tuple[torch.dtype, bool]]()
+        self._bystanders: Bystanders | None = None
 
     def __call__(self, batch: Any, loss_fn: LossFn, *, scale: float | torch.Tensor | None = None) -> torch.Tensor:
         """Run forward and backward of a batch; return its loss.
@@ -296,6 +299,8 @@ class SplitLoss(Uncopied):
         check_loss(loss.value, call=_CALL_LOSS, count=count)
         if leaves is not None and loss.value.requires_grad:
             _check_graph(loss.value, total.parameters, leaves)
+            if self._bystanders is None:
+                self._bystanders = Bystanders(loss.value, total.parameters, _CALL, _MAKE_A_PARAMETER)
             precision = loss.value.dtype, torch.is_autocast_enabled(loss.value.device.type)
             if not self._is_scaled and precision not in self._checked_precisions:  # once: it walks the whole graph
                 self._checked_precisions.add(precision)

@@ -4,6 +4,7 @@ Numbers that are written down, added up or only checked leave the verdict as it 
 """
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -235,3 +236,91 @@ class TestParametersOutsideOfTheModel:
         coarse, fine, loss_fn = self.make()
         fine.requires_grad_(False)
         assert not mk.estimate_memory_usage(coarse, torch.randn(16, 8), loss_fn=loss_fn, optimizer="adamw").doubts
+
+
+CODES = nn.Parameter(torch.zeros(64, 8))
+IN_A_LIST, IN_A_DICT = [CODES], {"codes": CODES}
+IN_A_NAMESPACE = SimpleNamespace(codes=CODES)
+
+
+class InAClass:
+    codes = CODES
+
+
+def by_helper():
+    return CODES
+
+
+def residual(model, batch, codes):
+    return (model(batch[0]) - codes[batch[1]]).square().mean()
+
+
+def by_default(model, batch, codes=CODES):
+    return residual(model, batch, codes)
+
+
+def by_name(model, batch, *, codes=CODES):
+    return residual(model, batch, codes)
+
+
+NAMED = {
+    "a global": lambda model, batch: residual(model, batch, CODES),
+    "a list": lambda model, batch: residual(model, batch, IN_A_LIST[0]),
+    "a dict": lambda model, batch: residual(model, batch, IN_A_DICT["codes"]),
+    "a helper": lambda model, batch: residual(model, batch, by_helper()),
+    "a default": by_default,
+    "a named default": by_name,
+}
+
+
+class TestTrainedTensorsThatTheLossReads:
+    """They have the stand-ins that their optimizer has; if one is not found, that is said."""
+
+    @staticmethod
+    def step_of(codes):
+        model = nn.Linear(8, 8)
+        batch = torch.randn(16, 8), torch.randint(64, (16,))
+        return model, batch, torch.optim.AdamW([*model.parameters(), codes])
+
+    @pytest.mark.parametrize("where", NAMED)
+    def test_are_found_where_it_names_them(self, where):
+        model, batch, optimizer = self.step_of(CODES)
+        loss_fn = NAMED[where]
+        estimate = mk.estimate_memory_usage(model, batch, loss_fn=loss_fn, optimizer=optimizer)
+        on_card = mk.estimate_memory_usage(model, batch, loss_fn=loss_fn, optimizer=optimizer, target="RTX 4090")
+        assert not estimate.doubts
+        assert not on_card.doubts
+        assert CODES is InAClass.codes  # all are back
+        assert (
+            CODES is IN_A_LIST[0] is IN_A_DICT["codes"] is by_default.__defaults__[0] is by_name.__kwdefaults__["codes"]
+        )
+        assert CODES.grad is None
+        for _ in range(2):
+            with mk.Tracker(device="cpu") as tracker:
+                loss_fn(model, batch).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        assert estimate.peak_interval[0] - 64 <= tracker.peak_bytes <= estimate.peak_interval[1]
+
+    def test_that_are_not_found_are_told_of(self):
+        model, batch, optimizer = self.step_of(CODES)
+
+        def loss_fn(model, batch):
+            return residual(model, batch, InAClass.codes)
+
+        estimate = mk.estimate_memory_usage(model, batch, loss_fn=loss_fn, optimizer=optimizer)
+        assert any("reads a trained tensor of shape (64, 8) through a class" in each for each in estimate.doubts)
+        with pytest.raises(mk.errors.InputError, match=r"let the loss function name it: codes = config.codes"):
+            mk.estimate_memory_usage(model, batch, loss_fn=loss_fn, optimizer=optimizer, target="RTX 4090")
+
+    def test_that_are_plain_leaves_are_told_of_beside_an_optimizer_by_name(self):
+        model, batch, _ = self.step_of(CODES)
+        codes = torch.zeros(64, 8, requires_grad=True)
+
+        def loss_fn(model, batch):
+            noise = torch.zeros(8).requires_grad_()  # made inside: nothing to step
+            return residual(model, batch, codes) + noise.sum()
+
+        batch = batch[0].requires_grad_(), batch[1]  # a batch is not stepped either
+        [doubt] = mk.estimate_memory_usage(model, batch, loss_fn=loss_fn, optimizer="adamw").doubts
+        assert "the loss trains 1 parameter outside of the model (2.00 KiB)" in doubt

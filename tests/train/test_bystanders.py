@@ -122,3 +122,22 @@ def test_a_parameter_that_no_optimizer_has_is_not_told_of():
     assert not told
     gc.collect()
     assert hooks() == before  # it goes with the accumulator
+
+
+def test_split_loss_tells_of_tensors_that_it_cannot_find():
+    """Parameters outside of the model are refused at once; a plain tensor in an object may be anything."""
+    model, held = nn.Linear(4, 1), {"log_alpha": torch.zeros(1, requires_grad=True)}
+    split, other = mk.SplitLoss(model, num_microbatches=2), SGD([held["log_alpha"]], lr=0.1)
+    before = hooks()
+
+    def run():
+        for _ in range(3):
+            split(torch.randn(8, 4), lambda model, x: model(x).mean() + (held["log_alpha"] * x).mean()).backward()
+            other.step()
+
+    _, told = told_in(run)
+    assert held["log_alpha"].grad is None
+    [message] = told
+    assert message.startswith("SplitLoss: another optimizer (SGD) steps without any gradient")
+    assert "SplitLoss([model, module])" in message
+    assert hooks() == before

@@ -165,7 +165,7 @@ class CudaTensors(Tensors):  # type: ignore[no-untyped-call]  # torch's own clas
         PyTorch really computes with known values; it must not try to compute on the GPU with those of ``moved``.
         """
         if func in _UNCHECKED:
-            _refuse_mixed(func, args)
+            _refuse_mixed(func, args, self.note_original)
         known = [(each, each.constant) for each in moved if isinstance(each, FakeTensor) and each.constant is not None]
         for tensor, _ in known:
             tensor.constant = None
@@ -314,7 +314,7 @@ def _for_autograd(device: torch.device) -> torch.device:
     return torch.device("lazy", device.index or 0) if device.type in ("cuda", "lazy") else device
 
 
-def _refuse_mixed(func: Any, args: Sequence[Any]) -> None:
+def _refuse_mixed(func: Any, args: Sequence[Any], note_original: Callable[[Tensor], None] = lambda _: None) -> None:
     """Refuse tensors on the card together with others on the host, as kernels do.
 
     A number in a tensor on the host may go with tensors on the card, and rows on the card may be chosen by places on
@@ -329,6 +329,7 @@ def _refuse_mixed(func: Any, args: Sequence[Any]) -> None:
     first = next((each for each in tensors if each.is_cuda), None)
     other = next((each for each in tensors if not each.is_cuda and (each.dim() or each is tensors[0])), None)
     if first is not None and other is not None:
+        note_original(other)
         raise RuntimeError(
             f"Expected all tensors to be on the same device, but found at least two devices, {CARD} and "
             f"{other.device}! (when {func} was given tensors of shape {tuple(first.shape)} and {tuple(other.shape)})"

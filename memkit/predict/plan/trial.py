@@ -15,11 +15,11 @@ from torch.optim import Optimizer
 from memkit._core.errors import InputError
 from memkit._gradients.loss import LossFn, call_loss_fn
 from memkit._recorder.recording import IntArray, Recording
-from memkit._simulation.guesses import Guesses
 from memkit._simulation.simulation import (
     MakeOptimizer,
     Place,
     Record,
+    SimulatedTensors,
     Simulation,
     Watch,
     is_own,
@@ -310,7 +310,7 @@ class StepTrials:
                         watched = loss_fn
                         if around is not None and watch.is_recording:
                             watched = _within(partial(around, watch), loss_fn)
-                        noted = _noting_reads(watched, guesses, num_reads, has_own_optimizers=is_own(given))
+                        noted = _noting_reads(watched, simulation.tensors, num_reads, has_own_optimizers=is_own(given))
                         num_bytes = train_step(batch, _announced(noted, trace))
             num_run = min(most_steps, arrangement.accumulation_steps)
             if len(trace.parts) == 1 + num_run:
@@ -403,18 +403,21 @@ def _within(context: Callable[[], AbstractContextManager[Any]], loss_fn: LossFn)
     return within
 
 
-def _noting_reads(loss_fn: LossFn, guesses: Guesses, num_reads: list[int], *, has_own_optimizers: bool) -> LossFn:
+def _noting_reads(
+    loss_fn: LossFn, tensors: SimulatedTensors, num_reads: list[int], *, has_own_optimizers: bool
+) -> LossFn:
     """Wrap a loss function so that it notes how many values of the batch it reads, such as lengths.
 
     It also notes what it trains besides the model, unless the optimizers are the user's own.
     """
 
     def noting(model: Any, micro_batch: Any) -> Any:
+        guesses = tensors.guesses
         num_before = guesses.num_true
         loss = call_loss_fn(loss_fn, model, micro_batch, call="loss_fn(model, sample_batch)")
         num_reads.append(guesses.num_true - num_before)
         if not has_own_optimizers:
-            note_others(loss.value, model, guesses)
+            note_others(loss.value, model, micro_batch, tensors)
         return loss
 
     return noting
