@@ -471,7 +471,8 @@ class BatchRun:
 
     def cut_whole(self, num_parts: int) -> None:
         """Plan the whole batch in this many parts."""
-        self._take(Plan(tuple(self._cut(self._whole, num_parts))))
+        parts = insist(lambda: self._cut(self._whole, num_parts), "cutting the batch")
+        self._take(Plan(tuple(parts)))
 
     def finish_part(self, attempt: Attempt) -> None:
         """Record that an attempt is done."""

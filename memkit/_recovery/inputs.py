@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from memkit._recovery.attempt import insist
 from memkit._torch.tensors import content_sums
 
+_LOOK = "looking whether a forward writes to the batch"
 Array: TypeAlias = torch.Tensor | npt.NDArray[Any]
 
 
@@ -23,11 +26,11 @@ class Contents:
     """
 
     def __init__(self, leaves: Sequence[Array]) -> None:
-        self._before = [(each, _content_of(each)) for each in leaves]
+        self._before = [(each, insist(partial(_content_of, each), _LOOK)) for each in leaves]
 
     def are_same(self) -> bool:
         """Return whether nothing was written to the batch."""
-        return all(_content_of(each) == before for each, before in self._before)
+        return all(insist(partial(_content_of, each), _LOOK) == before for each, before in self._before)
 
 
 class InputWatch:

@@ -535,7 +535,8 @@ def _check_graph(loss: torch.Tensor, parameters: list[nn.Parameter], leaves: dic
                 _CALL_LOSS,
                 got=f"a loss that trains a parameter of shape {tuple(leaf.shape)} which does not belong to the model",
                 expected="a loss over the parameters of the model",
-                fix="pass all modules that are trained: SplitLoss([model, criterion]).",
+                fix="pass all modules that are trained: SplitLoss([model, criterion]). A trainer's adapter has one "
+                "model: make the criterion a part of it before, model.criterion = criterion.",
             )
         if id(leaf) in leaves:
             raise InputError(

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch._C._autograd import _top_saved_tensors_default_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import memkit as mk
 from memkit._machine import random_state
@@ -336,6 +337,46 @@ class Mixing(nn.Module):
     def forward(self, x):
         x = self.first(x).tanh()
         return self.last(torch.cat([x, x.std(0, unbiased=False).mean().expand(len(x), 1)], 1))
+
+
+class FailsOnce(TorchDispatchMode):
+    """Runs out of memory at one operator."""
+
+    def __init__(self, number):
+        super().__init__()
+        self.number = number
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.number -= 1
+        if self.number == 0:
+            out_of_memory()
+        return func(*args, **(kwargs or {}))
+
+
+def test_memory_that_runs_out_before_the_first_forward_is_tried_again():
+    """There the wrapper cuts the batch, and looks at its content."""
+    x, begun = torch.randn(8, 4, dtype=torch.float64), []
+
+    def step(number):
+        begun.clear()
+        torch.manual_seed(0)
+        model = nn.Linear(4, 2).double()
+        trainer = mk.MemoryEfficientTrainingWrapper(model, torch.optim.SGD(model.parameters(), lr=0.1), probe=False)
+
+        def loss_fn(model, x):
+            begun.append(mode.number)
+            return model(x).square().mean()
+
+        with FailsOnce(number) as mode:
+            trainer.train_step(x, loss_fn)
+        return list(model.parameters())
+
+    plain = step(0)
+    num_before = -begun[0]
+    assert num_before > 3
+    for number in range(1, num_before + 1):
+        assert_same(step(number), plain)
+        assert begun[0] < 0  # it was before the forward
 
 
 def test_a_look_at_gradients_that_runs_out_of_memory_undoes_the_step():
