@@ -11,6 +11,9 @@ import torch
 
 from memkit._core.errors import MemkitWarning, TorchVersionError
 
+_PINS = (Path(__file__).parents[1] / "constraints.txt").read_text("utf-8")
+PINNED = re.search(r"^torch==([\d.]+)$", _PINS, re.MULTILINE)[1]
+"""The version that CI runs: it has all that is tested, so that a test which asks for something else is wrong."""
 _TESTS = (str(Path(__file__).parent), str(Path(__file__).parents[1] / "docs"))
 _TORCH = str(Path(torch.__file__).parent)
 _ATTRIBUTE = re.compile(r"module '(torch[\w.]*)' has no attribute '(\w+)'")

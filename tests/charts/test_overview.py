@@ -75,9 +75,11 @@ def test_the_verdict_comes_first_and_the_notebook_shows_the_same(shown, name):
     assert rows
     assert all(row.startswith("  ") for row in rows)
     assert page.startswith("<table>")
+    moving = r"[\d.]+ (B|[KMG]iB)" if name == "manager" else "$^"  # the host's memory, which others use meanwhile
+    page = re.sub(moving, "some", page)
     for row in text.splitlines():
         for cell in re.split(r"\s{2,}", row.strip()):
-            assert html.escape(cell) in page
+            assert html.escape(re.sub(moving, "some", cell)) in page
 
 
 def test_the_parts_of_an_estimate_add_up_to_its_peak(shown):
