@@ -70,7 +70,10 @@ def fake_mode() -> Any:
 
 def without_modes() -> AbstractContextManager[Any]:
     """Return a context in which no mode sees an operator."""
-    return _disable_current_modes() if current_modes() else nullcontext()
+    return _disable_current_modes() if num_modes() else _AS_IT_IS
+
+
+_AS_IT_IS = nullcontext()
 
 
 keys_of: Callable[[torch.Tensor], DispatchKeySet] = torch._C._dispatch_keys

@@ -22,6 +22,7 @@ _BATCH_NORMS = {"NativeBatchNormBackward", "CudnnBatchNormBackward", "MiopenBatc
 _WEIGHTS = "weights of rows"  # last operator of a term that ends in weights
 _KEEPING = ("Sum", "Mean", "View", "Reshape", "Squeeze", "Unsqueeze", "Index", "Neg")  # below a sum: no weights
 _WEIGHING = ("Mul", "Div", "Dot")
+_COMBINING = ("Mean", *_WEIGHING)
 _MAX_TERMS = 8  # losses with more terms are not analyzed
 
 _OPERATORS = attrgetter("operators")
@@ -60,7 +61,7 @@ def divisors(loss: Tensor) -> tuple[Term, ...]:
         Empty if there are too many terms.
     """
     # An active mode (a FLOP counter) would see numbers that torch saved as tensors, and not recognize them.
-    with without_modes(), torch.no_grad():
+    with without_modes():
         terms = list(_walk(loss.grad_fn)) if type(loss) is Tensor else []  # a simulation has no values
     return tuple(terms) if len(terms) <= _MAX_TERMS else ()
 
@@ -80,24 +81,25 @@ def _is_per_sample(node: Any) -> bool:
 
 
 def _walk(node: Any) -> Iterator[Term]:
-    todo: list[tuple[Any, Any, Term]] = [(None, node, Term((), ()))]
+    # Plain tuples on the way: a micro-batch's loss is read in each step.
+    todo: list[tuple[Any, Any, tuple[str, ...], tuple[Factor, ...]]] = [(None, node, (), ())]
     for _ in range(_MAX_NODES):
         if not todo:
             return
-        above, node, term = todo.pop(0)
+        above, node, operators, factors = todo.pop(0)
         if node is None:
             continue
+        name = node.name()
         factor, is_end = _read(node)
-        factors = term.factors if factor is None else (*term.factors, factor)
-        term = Term((*term.operators, node.name()), factors)
+        operators, factors = (*operators, name), factors if factor is None else (*factors, factor)
         if not is_end:
-            todo += [(node, each, term) for each, _ in node.next_functions]
-        elif (divisor := _divisor_of_columns(node)) is not None:
-            yield Term((*term.operators, "columns"), (divisor,))
-        elif (weights := _weights_of_rows(node)) is not None:
-            yield Term((*term.operators, _WEIGHTS), (*term.factors, _spread(weights)), _num_summed(above, node))
+            todo += [(node, each, operators, factors) for each, _ in node.next_functions]
+        elif name.startswith(_COMBINING) and (divisor := _divisor_of_columns(node)) is not None:
+            yield Term((*operators, "columns"), (divisor,))
+        elif name.startswith(_COMBINING) and (weights := _weights_of_rows(node)) is not None:
+            yield Term((*operators, _WEIGHTS), (*factors, _spread(weights)), _num_summed(above, node))
         else:
-            yield term._replace(num_summed=_num_summed(above, node))
+            yield Term(operators, factors, _num_summed(above, node))
 
 
 def _num_summed(above: Any, node: Any) -> int:
@@ -196,7 +198,7 @@ def _read(node: Any) -> tuple[Factor | None, bool]:
         if isinstance(other, Tensor):
             if other.numel() != 1 or (other.dim() > 0 and not is_one_number):
                 return None, name == "MulBackward"  # elements of several rows, each with its own weight
-            other = _on_host(other.reshape(()))
+            other = _on_host(other.detach().reshape(()))
         elif not isinstance(other, (int, float)):
             return None, name == "MulBackward"
         return (other if name == "DivBackward" else 1.0 / other if _is_not_zero(other) else None), False
@@ -404,7 +406,10 @@ def _in_step(group: Sequence[Note]) -> list[list[Term]]:
     As many as there are items, or several times as many, come from a loop over samples and are weighted like the
     samples: a mean of their means. Without counts, the number of items is unknown.
     """
-    kinds = [Counter(each.operators for each in terms) for _, terms in group]
+    found = [tuple(map(_OPERATORS, terms)) for _, terms in group]
+    if len(found[0]) == 1 and found.count(found[0]) == len(found) and not _has_additions(found[0][0]):
+        return [[terms[0] for _, terms in group]]  # nearly always, without counting
+    kinds = list(map(Counter, found))
     columns: list[list[Term]] = []
     for kind, number in kinds[0].items():
         if not all(each[kind] == number for each in kinds):
@@ -420,9 +425,9 @@ def _in_step(group: Sequence[Note]) -> list[list[Term]]:
 
 def _in_loop(kind: tuple[str, ...], group: Sequence[Note]) -> bool:
     """Return whether a term is one of those that a loop over samples adds up: each has other additions above it."""
-    alike = _without_additions(kind)
-    if len(alike) == len(kind):  # most losses
+    if not _has_additions(kind):  # most losses
         return False
+    alike = _without_additions(kind)
     numbers = [each[alike] for each in _divided_terms(group)]
     return all(numbers) and _are_of_samples(numbers, group)
 
@@ -449,6 +454,10 @@ def _lacks_terms(group: Sequence[Note]) -> bool:
 def _divided_terms(group: Sequence[Note]) -> list[Counter[tuple[str, ...]]]:
     """Count the terms of each kind that are divided by something, in each micro-batch."""
     return [Counter(_without_additions(each.operators) for each in terms if each.factors) for _, terms in group]
+
+
+def _has_additions(operators: tuple[str, ...]) -> bool:
+    return any(each.startswith("AddBackward") for each in operators)
 
 
 def _without_additions(operators: tuple[str, ...]) -> tuple[str, ...]:
