@@ -53,8 +53,9 @@ def chunked_map(
         chunk_size: Rows per call. ``"auto"`` tries some sizes on the first rows, forward and backward, in every call; a
             `ChunkedProcessor` remembers the result.
         memory_budget: With ``"auto"``, the peak memory of the call beyond its arguments and its result, in bytes or as
-            text such as ``"512MiB"``; the gradients it creates count. Leftover budget saves time: the results of matrix
-            products, or the graphs, of some chunks are kept. None for chunks of 16 MiB on a CPU, 256 MiB elsewhere.
+            text such as ``"512MiB"``; the gradients it creates count. Leftover budget saves time: the results of all
+            matrix products, or the graphs of some chunks, are kept. None for chunks of 16 MiB on a CPU, 256 MiB
+            elsewhere.
         params: Leaf tensors that a plain function uses and that need a gradient. A module contributes its own, also
             through a method or a `functools.partial`. A forgotten tensor is detected and refused.
         output_device: Device on which the result is assembled, chunk by chunk; None for the device of the output of

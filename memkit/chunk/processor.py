@@ -46,9 +46,9 @@ _CALL_WORDS = {
 class ChunkedProcessor:
     """Run a function of rows in pieces, forward and backward, within a memory budget.
 
-    Chunks are as large as is useful for speed, or as the budget allows. Leftover budget saves time: for as many chunks
-    as fit, the results of matrix products and convolutions, or the whole graph if there is room for it, are kept and
-    not recomputed. Sizes are measured on the first rows of the first call of a kind (shapes, dtypes, modes, numbers
+    Chunks are as large as is useful for speed, or as the budget allows. Leftover budget saves time: the results of all
+    matrix products and convolutions if there is room for them, or else the graphs of as many chunks as fit, are kept
+    and not recomputed. Sizes are measured on the first rows of the first call of a kind (shapes, dtypes, modes, numbers
     and flags of the function), in bytes rather than time, so the same call is always cut the same way; calls of that
     kind with a different number of rows reuse the measurement.
 

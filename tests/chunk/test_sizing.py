@@ -81,15 +81,15 @@ def test_without_a_budget_a_chunk_is_as_large_as_a_cache():
     assert sum(problem.tried) < 2 * plan.chunk_size
 
 
-def test_half_of_the_budget_holds_products_of_a_fifth_of_the_rows():
-    """Chunks of a cache's size are as fast as larger ones; below it, smaller ones would cost more than they save."""
-    large = Sizer(24 * MIB).plan(Problem(60_000, forward=2500, backward=5000, kept=4000, products=1000))
-    assert 8 * MIB < large.chunk_size * 5000 <= 12 * MIB
-    assert 0.15 < large.num_partly_kept / large.num_chunks < 0.25
-    tenth = Sizer(24 * MIB).plan(Problem(110_000, forward=2500, backward=5000, kept=4000, products=1000))
-    assert tenth.chunk_size * 5000 > 15 * MIB  # fewer chunks save more than the products of so few
-    small = Sizer(4 * MIB).plan(Problem(17_000, forward=2500, backward=5000, kept=4000, products=1000))
-    assert small.chunk_size * 5000 > 3.5 * MIB
+def test_half_of_the_budget_holds_the_products_of_all_rows_or_none():
+    """Chunks of a cache's size are as fast as larger ones; larger ones save more than the products of some rows."""
+    all_rows = Sizer(24 * MIB).plan(Problem(11_000, forward=2500, backward=5000, kept=4000, products=1000))
+    assert 8 * MIB < all_rows.chunk_size * 5000 <= 12 * MIB
+    assert all_rows.num_kept + all_rows.num_partly_kept == all_rows.num_chunks - 1
+    for budget, num_rows in ((24 * MIB, 13_000), (24 * MIB, 60_000), (4 * MIB, 17_000)):
+        some = Sizer(budget).plan(Problem(num_rows, forward=2500, backward=5000, kept=4000, products=1000))
+        assert some.chunk_size * 5000 > 0.6 * budget
+        assert some.num_partly_kept == 0
 
 
 def test_small_calls_are_one_chunk_and_keep_its_graph():
