@@ -350,11 +350,11 @@ class _Choice:
             room = max(room, best.peak_bytes)
         elif best.peak_bytes > room:  # one row can take more than several: kernels change with the size
             self._refuse(min(tried, key=lambda each: each.peak_bytes), room, fixed)
-        # Large chunks and a few graphs are faster than small chunks and many graphs: measured on a CPU, by 5 to 13 %.
+        # Large chunks and a few graphs are faster than small chunks and many graphs: measured on a CPU.
         rest = room - base
         limit = room if rest <= 2 * target else base + target
         # Products save more time per byte than graphs: if half of the room holds those of all rows, it is reserved for
-        # them. Those of some rows save less than larger chunks do: measured on a CPU, by 5 to 13 % of the call's time.
+        # them. Those of some rows save less than larger chunks do: measured on a CPU.
         self._keeps_products = 0 < best.product_bytes * self._num_rows <= rest // 2 * best.num_rows
         if self._keeps_products:
             limit = base + min(rest, target, max(rest, target) // 2)

@@ -22,7 +22,7 @@ from memkit._torch.graph import graph_behind
 
 
 class Bystanders:
-    """Warns of an optimizer, in its first step after this loss, if such parameters are all that it has a gradient for.
+    """Warns of an optimizer with such parameters if, in its first step after this loss, it has no gradient at all.
 
     Args:
         loss: A loss with its graph, before its backward.
