@@ -181,6 +181,8 @@ TWINS = (
     Twin("graph_layers", "`EdgeConv`, max", "EdgeConv, max", "memkit, 16MiB", PYG),
     Twin("graph_layers", "`IntegralTransform`", "IntegralTransform, mean", "memkit, 4MiB",
          {"neuraloperator": "neuraloperator"}),
+    Twin("point_maxima", "PointNet's MLP, maximum of 10,242 points", "training", "memkit",
+         {"PyG": "torch_geometric", "torch, checkpoint per chunk": TORCH}),
     Twin("chunked_loss", "cross entropy, 1,024 tokens, 32,000 words", "cross_entropy/0/modes", "memkit",
          HEAD | {"torch, its own rows": TORCH, "Liger's method, its own rows": "", "loop over chunks": ""}),
     Twin("chunked_loss", "the same, Liger's rows in memkit too", "cross_entropy/0/modes", "memkit, Liger's rows",

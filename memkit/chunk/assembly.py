@@ -8,7 +8,30 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-Upstream = Callable[[int, int], list[Tensor | None]]
+
+@dataclass(frozen=True, slots=True)
+class ChunkRows:
+    """Rows of one chunk.
+
+    Attributes:
+        start: First row of the range that they are in.
+        length: Their number.
+        numbers: Numbers of the rows, int64 (length,), ascending; None for a whole range.
+    """
+
+    start: int
+    length: int
+    numbers: Tensor | None = None
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Return these rows of a tensor: a view of a whole range."""
+        if self.numbers is None:
+            return tensor.narrow(0, self.start, self.length)
+        return tensor.index_select(0, self.numbers)
+
+
+Upstream = Callable[[ChunkRows], list[Tensor | None]]
+"""Gives the gradients of a chunk's tensors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,16 +39,16 @@ class ChunkResults:
     """A stream of chunk results: iterating runs one chunk after another.
 
     Attributes:
-        results: Index of each chunk's first row, and its tensors without a graph. At least one chunk.
+        results: Each chunk's rows, and its tensors without a graph. At least one chunk.
         num_rows: Total rows of all chunks.
         for_backward: Whether a backward pass may follow.
     """
 
-    results: Iterator[tuple[int, list[Tensor]]]
+    results: Iterator[tuple[ChunkRows, list[Tensor]]]
     num_rows: int
     for_backward: bool
 
-    def __iter__(self) -> Iterator[tuple[int, list[Tensor]]]:
+    def __iter__(self) -> Iterator[tuple[ChunkRows, list[Tensor]]]:
         return self.results
 
 
@@ -36,11 +59,13 @@ class Assembly(ABC):
         indices: Tensors that forward and backward both read; they must not change in between.
         num_segments: Rows of the outputs, if several rows are reduced to one.
         built_bytes: Bytes allocated before the first chunk and held during the call.
+        passes_few: Whether many rows may get no gradient, however dense that of the outputs is.
     """
 
     indices: tuple[Tensor, ...] = ()
     num_segments: int = 0
     built_bytes: int = 0
+    passes_few: bool = False
 
     @property
     def kind(self) -> Hashable:
@@ -53,12 +78,16 @@ class Assembly(ABC):
 
     @abstractmethod
     def upstream(self, gradients: Sequence[Tensor | None], saved: Sequence[Tensor]) -> Upstream:
-        """Return a function of a chunk's start and length that gives the gradients of its tensors.
+        """Return a function of a chunk's rows that gives the gradients of its tensors.
 
         Args:
             gradients: Gradients of the outputs; None for an output without one.
             saved: The tensors that `collect` asked to save.
         """
+
+    def rows_with_gradient(self, saved: Sequence[Tensor]) -> Tensor | None:  # noqa: ARG002
+        """Return a mask (num_rows,) of the rows that get a gradient; None if these are all, or likely to be most."""
+        return None
 
     def segment_bytes(self, outputs: Sequence[Tensor], *, for_backward: bool) -> tuple[int, int]:  # noqa: ARG002
         """Return bytes held per segment besides the outputs, in the forward and in the backward pass."""

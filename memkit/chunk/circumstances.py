@@ -71,6 +71,11 @@ class Circumstances:
         """Whether NumPy or Python has drawn random numbers since the start of the forward."""
         return self._at_start.host_has_moved()
 
+    @property
+    def has_drawn(self) -> bool:
+        """Whether any random number was drawn since the start of the forward."""
+        return self._at_start.have_moved()
+
     def start_over(self) -> None:
         """Go back to the start of the forward, which runs once more."""
         self._at_start.restore()

@@ -36,10 +36,11 @@ from memkit._tape.kept import KeptResults
 from memkit._tape.references import Run
 from memkit._torch import foreach, pytree
 from memkit._torch.autocast import graphs
+from memkit._torch.dispatch import fake_mode
 from memkit._torch.graph import gradients_of
 from memkit._torch.script import as_written
 from memkit._torch.tensors import as_integers, versions_of
-from memkit.chunk.assembly import Assembly, ChunkResults, Upstream
+from memkit.chunk.assembly import Assembly, ChunkResults, ChunkRows, Upstream
 from memkit.chunk.circumstances import Circumstances, ReplayedChunk
 from memkit.chunk.gather import Gathered
 from memkit.chunk.independence import NUM_PROBED, check_independence, warn_of_draws
@@ -94,9 +95,11 @@ class ChunkedCall:
     _head: int = field(init=False, default=0)  # rows of a first short chunk
     _draws_for_all: bool = field(init=False, default=False)  # random numbers that belong to no row
     _differentiates: bool = field(init=False, default=False)  # the function takes gradients itself, which need graphs
+    _draws: bool = field(init=False, default=False)  # random numbers of any kind; known where rows may be left out
     _arguments: list[Any] = field(init=False)  # leaves of (args, kwargs), None in place of chunk rows
     _tree: pytree.TreeSpec = field(init=False)
     _names: tuple[str, ...] | None = field(init=False)  # of the keyword arguments, if no argument is a container
+    _chunks: list[ChunkRows] = field(init=False)  # of the last forward
     _slots: list[int] = field(init=False)  # position of each input among the leaves
     _picks: list[Tensor | None] = field(init=False)  # index that gathers each input's rows; None: cut directly
     _result: tuple[list[Any], pytree.TreeSpec] = field(init=False)  # structure of the function's result
@@ -224,12 +227,10 @@ class ChunkedCall:
         """Tensors read by both forward and backward that need no gradient."""
         return [*(pick for pick in self._picks if pick is not None), *self.assembly.indices]
 
-    def _spans(self) -> Iterator[tuple[int, int]]:
-        return spans(self._num_rows, self.chunk_size, self._head)
-
     def collect(self, tensors: CallTensors, replay: Circumstances) -> tuple[list[Tensor], list[Tensor]]:
         """Run the forward of a call, after which a backward may follow: see `Assembly.collect`."""
         collected = self._collect(tensors, replay)
+        self._draws = self.assembly.passes_few and replay.has_drawn
         if self._num_rows > self.chunk_size and replay.drew_on_the_host and not self._draws_for_all:
             warn_of_draws(self.name)
         return collected
@@ -247,23 +248,23 @@ class ChunkedCall:
 
     def results(self, tensors: CallTensors, replay: Circumstances | None) -> ChunkResults:
         """Run the forward of a call; with ``replay``, a backward may follow."""
-        chunks = list(self._spans())
+        chunks = self._chunks = [ChunkRows(*each) for each in spans(self._num_rows, self.chunk_size, self._head)]
         num_kept, num_partly_kept = (self.num_kept, self.num_partly_kept) if any(tensors.needs) else (0, 0)
 
-        def run_chunks() -> Iterator[tuple[int, list[Tensor]]]:
-            for number, (start, length) in enumerate(chunks):
+        def run_chunks() -> Iterator[tuple[ChunkRows, list[Tensor]]]:
+            for number, rows in enumerate(chunks):
                 if replay is None:
-                    yield start, self._run_chunk(tensors, start, length).results
+                    yield rows, self._run_chunk(tensors, rows).results
                 else:
                     how: Keep = "graph" if number >= len(chunks) - num_kept else "nothing"
                     if how == "nothing" and 0 < number <= num_partly_kept:
                         how = "products"
-                    yield start, self._recorded(tensors, replay, start, length, how, is_first=not number)
+                    yield rows, self._recorded(tensors, replay, rows, how, is_first=not number)
 
         return ChunkResults(run_chunks(), self._num_rows, for_backward=replay is not None and any(tensors.needs))
 
     def _recorded(
-        self, tensors: CallTensors, replay: Circumstances, start: int, length: int, keep: Keep, *, is_first: bool
+        self, tensors: CallTensors, replay: Circumstances, rows: ChunkRows, keep: Keep, *, is_first: bool
     ) -> list[Tensor]:
         """Run one chunk, and keep its graph or its products for the backward if wanted. No local outlives the chunk."""
         # The first chunk always has a graph: it reveals tensors that the function captures from outside. Those that
@@ -273,7 +274,7 @@ class ChunkedCall:
         # It also shows what the other chunks' reruns can leave out.
         around = replay.end.first if is_first and keep == "nothing" and any(tensors.needs) else None
         with graphs(enabled=keep != "nothing" or is_first or self._differentiates):
-            chunk = self._run_chunk(tensors, start, length, None if products is None else products.first(), around)
+            chunk = self._run_chunk(tensors, rows, None if products is None else products.first(), around)
         if captured and is_first and captured.refuse(chunk.results, [*chunk.rows, *tensors.params]):
             self._differentiates = True
             self._refuse_captured(captured, tensors)
@@ -281,7 +282,7 @@ class ChunkedCall:
             replay.kept.append((chunk, captured))
         if products:
             products.forget_unused(chunk.results)
-            replay.products[start] = products
+            replay.products[rows.start] = products
         return [result.detach() for result in chunk.results]
 
     def _new_products(self) -> KeptResults:
@@ -291,7 +292,7 @@ class ChunkedCall:
         """Run the first rows; return the bytes that are kept for a chunk whose products are kept."""
         products = self._new_products()
         with graphs(enabled=True):
-            chunk = self._run_chunk(tensors, 0, num_rows, products.first())
+            chunk = self._run_chunk(tensors, ChunkRows(0, num_rows), products.first())
         products.forget_unused(chunk.results)
         return products.num_bytes
 
@@ -299,7 +300,7 @@ class ChunkedCall:
         """Refuse leaves that are not the function's own: those of a short chunk whose graph is gone."""
 
         def unknown_leaves() -> list[weakref.ref[Tensor]]:
-            chunk = self._run_chunk(tensors, 0, min(NUM_PROBED, self._num_rows))
+            chunk = self._run_chunk(tensors, ChunkRows(0, min(NUM_PROBED, self._num_rows)))
             return captured.refuse(chunk.results, [*chunk.rows, *tensors.params])
 
         with unpacked(), undone(self.fn, self._arguments), graphs(enabled=True):
@@ -308,8 +309,7 @@ class ChunkedCall:
     def _run_chunk(
         self,
         tensors: CallTensors,
-        start: int,
-        length: int,
+        which: ChunkRows,
         products: contextlib.AbstractContextManager[None] | None = None,
         around: Callable[[Run, int], list[Tensor]] | None = None,
     ) -> ReplayedChunk:
@@ -317,12 +317,11 @@ class ChunkedCall:
 
         Args:
             tensors: The call's.
-            start: First row of the chunk.
-            length: Number of its rows.
+            which: The chunk's rows.
             products: Context that keeps or reuses the results of products.
             around: Runs the function, to see its last result or to leave it out.
         """
-        rows = self._rows(tensors.inputs, start, length)
+        rows, length = self._rows(tensors.inputs, which), which.length
         for each, need in zip(rows, tensors.needs, strict=False):
             each.requires_grad_(need)
         if products is None and around is None:
@@ -333,10 +332,10 @@ class ChunkedCall:
             with products or contextlib.nullcontext():
                 return ReplayedChunk(rows, self._call(rows, length))
 
-    def _rows(self, inputs: Sequence[Tensor], start: int, length: int) -> list[Tensor]:
+    def _rows(self, inputs: Sequence[Tensor], which: ChunkRows) -> list[Tensor]:
         # Detached, so that slicing records no node: a slice's gradient would be as large as the whole tensor.
         return [
-            tensor.narrow(0, start, length) if pick is None else tensor.index_select(0, pick.narrow(0, start, length))
+            which.of(tensor) if pick is None else tensor.index_select(0, which.of(pick))
             for tensor, pick in zip(map(Tensor.detach, inputs), self._picks, strict=True)
         ]
 
@@ -366,7 +365,7 @@ class ChunkedCall:
     def _check_rows(self, inputs: Sequence[Tensor], length: int) -> bool:
         first = [
             rows.requires_grad_(tensor.requires_grad)
-            for rows, tensor in zip(self._rows(inputs, 0, length), inputs, strict=True)
+            for rows, tensor in zip(self._rows(inputs, ChunkRows(0, length)), inputs, strict=True)
         ]
         return check_independence(
             lambda *rows: (self._call(rows, len(rows[0])), self._result),
@@ -418,26 +417,60 @@ class ChunkedCall:
         self._result = [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves], tree
         return results
 
+    def marked(self, gradients: Sequence[Tensor | None], saved: Sequence[Tensor]) -> Tensor | None:
+        """Return a mask of the rows that get a gradient, if it may pay to run only those again.
+
+        The others' share of all gradients is zero. They must run again if random numbers belong to them.
+        """
+        if not self.assembly.passes_few or self._draws or gradients[0] is None or fake_mode() is not None:
+            return None
+        # The mask takes no more than is spared: a chunk that leaves out rows is half as large.
+        if self._num_rows > self.chunk_size // 2 * gradients[0][:1].nbytes:
+            return None
+        return self.assembly.rows_with_gradient(saved)
+
+    def _again(self, marked: Tensor) -> Iterator[ChunkRows] | None:
+        """Return chunks of the marked rows; None if they are more than half of all."""
+        counts: list[int] = torch.stack([part.sum() for part in torch.split(marked, self.chunk_size)]).tolist()
+        return _chunks_of(marked, self._chunks, counts) if 0 < sum(counts) <= self._num_rows // 2 else None
+
     def gradients(
-        self, tensors: CallTensors, upstream: Upstream, replay: Circumstances, totals: list[Tensor | None]
+        self,
+        tensors: CallTensors,
+        upstream: Upstream,
+        replay: Circumstances,
+        totals: list[Tensor | None],
+        marked: Tensor | None = None,
     ) -> list[Tensor | None]:
-        """Add the gradients of inputs and parameters to the totals chunk by chunk, kept chunks first."""
+        """Add the gradients of inputs and parameters to the totals chunk by chunk, kept chunks first.
+
+        Args:
+            tensors: The call's.
+            upstream: Gives the gradients of a chunk's results.
+            replay: State of the forward.
+            totals: The sums of the gradients so far.
+            marked: Mask of the rows that get a gradient; None for all. If they are few, kept chunks are dropped, since
+                running those rows again takes less than the whole chunks' backward.
+        """
         kept, products = replay.taken()
-        chunks = list(self._spans())
+        chunks = self._chunks.copy()
+        few = None if marked is None else self._again(marked)
+        if few is not None:
+            kept, products = [], {}
         # No local may hold a chunk when the next one runs.
         while kept:
-            start, length = chunks.pop()
+            rows = chunks.pop()
             chunk, captured = kept.pop()
             unknown = captured.refuse(chunk.results, [*chunk.rows, *tensors.params])
-            self._add_gradients(totals, tensors, chunk, upstream(start, length), start)
+            self._add_gradients(totals, tensors, chunk, upstream(rows), rows)
             del chunk
             if unknown:
                 self._refuse_unknown(captured, unknown)
         captured = CapturedTensors(self.name, self.fn)  # in this thread, which may be another one than the forward's
-        for start, length in chunks:
-            chunk = self._recompute(tensors, replay, start, length, products.pop(start, None))
+        for rows in few or chunks:
+            chunk = self._recompute(tensors, replay, rows, products.pop(rows.start, None))
             unknown = captured.refuse(chunk.results, [*chunk.rows, *tensors.params])
-            self._add_gradients(totals, tensors, chunk, upstream(start, length), start)
+            self._add_gradients(totals, tensors, chunk, upstream(rows), rows)
             del chunk
             if unknown:
                 self._refuse_unknown(captured, unknown)
@@ -455,11 +488,11 @@ class ChunkedCall:
 
     @torch.enable_grad()
     def _recompute(
-        self, tensors: CallTensors, replay: Circumstances, start: int, length: int, products: KeptResults | None
+        self, tensors: CallTensors, replay: Circumstances, rows: ChunkRows, products: KeptResults | None
     ) -> ReplayedChunk:
         if products is not None:
-            return self._run_chunk(tensors, start, length, products.repetition())
-        return self._run_chunk(tensors, start, length, around=replay.end.again if replay.end.is_known else None)
+            return self._run_chunk(tensors, rows, products.repetition())
+        return self._run_chunk(tensors, rows, around=replay.end.again if replay.end.is_known else None)
 
     def _add_gradients(
         self,
@@ -467,7 +500,7 @@ class ChunkedCall:
         tensors: CallTensors,
         chunk: ReplayedChunk,
         upstream: list[Tensor | None],
-        start: int,
+        rows: ChunkRows,
     ) -> None:
         ends = [(y, g.to(y.device)) for y, g in zip(chunk.results, upstream, strict=True) if g is not None]
         ends = [(y, g) for y, g in ends if y.requires_grad]
@@ -481,7 +514,7 @@ class ChunkedCall:
             if gradient is None:
                 continue
             if number < len(tensors.inputs):
-                self._add_rows(totals, tensors.inputs[number], number, gradient, start)
+                self._add_rows(totals, tensors.inputs[number], number, gradient, rows)
             elif (total := totals[number]) is None:  # a copy: autograd may return the upstream gradient itself
                 totals[number] = gradient.to(accumulator_dtype(gradient.dtype), copy=True)
             elif type(gradient) is Tensor:
@@ -491,15 +524,42 @@ class ChunkedCall:
         if sums:
             foreach.add_(*map(list, zip(*sums, strict=True)))
 
-    def _add_rows(self, totals: list[Tensor | None], tensor: Tensor, number: int, gradient: Tensor, start: int) -> None:
+    def _add_rows(
+        self, totals: list[Tensor | None], tensor: Tensor, number: int, gradient: Tensor, rows: ChunkRows
+    ) -> None:
         pick, total = self._picks[number], totals[number]
         if total is None:  # zeros: some chunks may have no gradient
             dtype = gradient.dtype if pick is None else accumulator_dtype(gradient.dtype)
             totals[number] = total = torch.zeros_like(tensor, dtype=dtype)
-        if pick is None:
-            total.narrow(0, start, len(gradient)).copy_(gradient)
+        if pick is not None:
+            total.index_add_(0, rows.of(pick), gradient.to(total.dtype))
+        elif rows.numbers is not None:
+            total.index_copy_(0, rows.numbers, gradient)
         else:
-            total.index_add_(0, pick.narrow(0, start, len(gradient)), gradient.to(total.dtype))
+            total.narrow(0, rows.start, rows.length).copy_(gradient)
+
+
+def _chunks_of(marked: Tensor, chunks: Iterable[ChunkRows], counts: Iterable[int]) -> Iterator[ChunkRows]:
+    """Yield the marked rows in chunks that are half as large at most; where most rows are marked, all of them."""
+    begin = end = waiting = 0  # range of the marked rows so far, and their number
+    for rows, count in zip(chunks, counts, strict=True):
+        if waiting and waiting + count > rows.length // 2:
+            yield _marked_rows(marked, begin, end, waiting)
+            waiting = 0
+        if count > rows.length // 2:
+            yield rows
+        elif count:
+            begin, end = begin if waiting else rows.start, rows.start + rows.length
+            waiting += count
+    if waiting:
+        yield _marked_rows(marked, begin, end, waiting)
+
+
+def _marked_rows(marked: Tensor, start: int, end: int, count: int) -> ChunkRows:
+    part = marked[start:end]
+    # On a GPU, nonzero() waits for the device.
+    numbers = torch.nonzero_static(part, size=count) if part.is_cuda else part.nonzero()
+    return ChunkRows(start, count, numbers.squeeze(1).add_(start))
 
 
 class _ChunkedFunction(torch.autograd.Function):
@@ -539,8 +599,9 @@ class _ChunkedFunction(torch.autograd.Function):
         )
         saved = ctx.saved_tensors
         inputs, params = saved[: ctx.num_inputs], saved[ctx.num_inputs : ctx.num_tensors]
-        upstream = call.assembly.upstream(gradients, saved[ctx.num_tensors : ctx.num_tensors + ctx.num_saved])
+        own = saved[ctx.num_tensors : ctx.num_tensors + ctx.num_saved]
+        upstream, marked = call.assembly.upstream(gradients, own), call.marked(gradients, own)
         with replay.again(), without_hooks(params), refuse_reentrant(call.name):
             needs = ctx.needs_input_grad[2:]
-            found = call.gradients(CallTensors(inputs, params, needs), upstream, replay, [None] * len(needs))
+            found = call.gradients(CallTensors(inputs, params, needs), upstream, replay, [None] * len(needs), marked)
         return None, None, *found

@@ -128,7 +128,7 @@ class Rows(Assembly):
     def collect(self, chunks: ChunkResults) -> tuple[list[Tensor], list[Tensor]]:
         """See `Assembly`."""
         outputs: list[Tensor] = []
-        for start, tensors in chunks:
+        for rows, tensors in chunks:
             if not outputs:
                 outputs = [
                     tensor.new_empty((chunks.num_rows, *tensor.shape[1:]), device=self._device or tensor.device)
@@ -137,18 +137,16 @@ class Rows(Assembly):
             if len(tensors) != len(outputs):
                 raise InputError(
                     self._call,
-                    got=f"a function that returns {len(tensors)} tensors for the chunk from row {start} on, and "
+                    got=f"a function that returns {len(tensors)} tensors for the chunk from row {rows.start} on, and "
                     f"{len(outputs)} for the first",
                     expected="the same tensors for each chunk",
                     fix="return a tensor of zeros in place of None: torch.zeros_like(x).",
                 )
             for output, tensor in zip(outputs, tensors, strict=True):
-                output.narrow(0, start, len(tensor)).copy_(tensor)
+                output.narrow(0, rows.start, rows.length).copy_(tensor)
             del tensors, tensor, output  # before the next chunk runs
         return outputs, []
 
     def upstream(self, gradients: Sequence[Tensor | None], saved: Sequence[Tensor]) -> Upstream:  # noqa: ARG002
         """See `Assembly`."""
-        return lambda start, length: [
-            None if gradient is None else gradient.narrow(0, start, length) for gradient in gradients
-        ]
+        return lambda rows: [None if gradient is None else rows.of(gradient) for gradient in gradients]

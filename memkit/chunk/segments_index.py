@@ -7,6 +7,7 @@ from torch import Tensor
 
 from memkit._core.errors import InputError, InputTypeError
 from memkit._core.settings import Checker
+from memkit.chunk.assembly import ChunkRows
 
 _BLOCK = 1 << 16
 
@@ -73,12 +74,14 @@ class Segments:
         """``index`` or ``ptr``, whichever was given."""
         return self._index if self._index is not None else self._ptr  # type: ignore[return-value] # one is there
 
-    def of(self, start: int, length: int) -> Tensor:
-        """Return the segments of a range of edges, int64 (length,); a ``ptr`` is never expanded for all edges."""
+    def of(self, edges: ChunkRows) -> Tensor:
+        """Return the segments of a chunk's edges, int64 (length,); a ``ptr`` is never expanded for all edges."""
         if self._index is not None:
-            return self._index.narrow(0, start, length).long()
-        edges = torch.arange(start, start + length, dtype=self.tensor.dtype, device=self.tensor.device)
-        return torch.bucketize(edges, self.tensor[1:], right=True)
+            return edges.of(self._index).long()
+        numbers, end = edges.numbers, edges.start + edges.length
+        if numbers is None:
+            numbers = torch.arange(edges.start, end, dtype=self.tensor.dtype, device=self.tensor.device)
+        return torch.bucketize(numbers, self.tensor[1:], right=True)
 
     def counts(self) -> Tensor:
         """Count the edges of each segment, int64 (num_segments,)."""

@@ -11,11 +11,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from memkit._gradients.streamed import accumulator_dtype
-from memkit.chunk.assembly import Assembly, ChunkResults, Upstream
+from memkit._gradients.streamed import accumulator_dtype, spans
+from memkit.chunk.assembly import Assembly, ChunkResults, ChunkRows, Upstream
 from memkit.chunk.segments_index import Segments
 
 Reduce = Literal["sum", "mean", "max", "min", "softmax", "add", "amax", "amin"]
+_HOPELESS = 2  # winners per edge: if chance distributes them, seven edges in eight win something
 SYNONYMS: Mapping[Reduce, Reduce] = {"add": "sum", "amax": "max", "amin": "min"}  # words of PyG and torch
 
 
@@ -53,11 +54,11 @@ class _Sum(_OverSegments):
 
     def collect(self, chunks: ChunkResults) -> tuple[list[Tensor], list[Tensor]]:
         total = None
-        for start, (message,) in chunks:
+        for edges, (message,) in chunks:
             if total is None:
                 dtype = message.dtype
                 total = self._new(message, 0, accumulator_dtype(dtype))
-            total.index_add_(0, self._segments.of(start, len(message)), message.to(total.dtype))
+            total.index_add_(0, self._segments.of(edges), message.to(total.dtype))
             del message  # before the next chunk runs
         assert total is not None  # noqa: S101 - there is always a chunk
         if self._divisors is not None:
@@ -67,10 +68,10 @@ class _Sum(_OverSegments):
     def upstream(self, gradients: Sequence[Tensor | None], saved: Sequence[Tensor]) -> Upstream:  # noqa: ARG002
         (gradient,) = gradients
 
-        def of(start: int, length: int) -> list[Tensor | None]:
+        def of(chunk: ChunkRows) -> list[Tensor | None]:
             if gradient is None:
                 return [None]
-            ids = self._segments.of(start, length)
+            ids = self._segments.of(chunk)
             rows = gradient.index_select(0, ids)
             return [rows if self._divisors is None else rows.div_(like_rows(self._divisors[ids], rows))]
 
@@ -82,7 +83,10 @@ class _Extreme(_OverSegments):
 
     The winning edge of each element is stored as its rank. A later chunk ranks above an earlier one, since its edges
     win only if they beat the earlier winner; within a chunk the first edge ranks highest. So the highest rank wins.
+    Edges that have won nothing get no gradient: where segments are large, these are most.
     """
+
+    passes_few = True
 
     def __init__(self, segments: Segments, reduce: Literal["max", "min"]) -> None:
         super().__init__(segments)
@@ -94,6 +98,7 @@ class _Extreme(_OverSegments):
         self._dtype, self._floats = (torch.int32, torch.float32) if is_short else (torch.int64, torch.float64)
         self._least = 1 << 23 if is_short else 1 << 52
         self.built_bytes = segments.num_segments
+        self._chunk_size = 1  # of the last collected call
 
     def segment_bytes(self, outputs: Sequence[Tensor], *, for_backward: bool) -> tuple[int, int]:
         winners = _row_bytes(outputs[0], self._dtype) if for_backward else 0
@@ -102,19 +107,21 @@ class _Extreme(_OverSegments):
     def collect(self, chunks: ChunkResults) -> tuple[list[Tensor], list[Tensor]]:
         are_empty = self._segments.tensor.new_ones(self.num_segments, dtype=torch.bool)
         best = winners = None
-        for start, (message,) in chunks:
+        self._chunk_size = 1
+        for edges, (message,) in chunks:
+            self._chunk_size = max(self._chunk_size, edges.length)
             if best is None:
                 best = self._new(message, float("-inf") if self._how == "amax" else float("inf"), message.dtype)
                 winners = self._new(message, 0, self._dtype) if chunks.for_backward else None
-            self._take(best, winners, are_empty, start, message)
+            self._take(best, winners, are_empty, edges, message)
             del message  # before the next chunk runs
         assert best is not None  # noqa: S101 - there is always a chunk
         best.masked_fill_(like_rows(are_empty, best), 0)
         return [best], [] if winners is None else [winners]
 
-    def _take(self, best: Tensor, winners: Tensor | None, are_empty: Tensor, start: int, message: Tensor) -> None:
+    def _take(self, best: Tensor, winners: Tensor | None, are_empty: Tensor, edges: ChunkRows, message: Tensor) -> None:
         """Merge a chunk's messages. Vectorized over all edges, without synchronizing with the device."""
-        ids = self._segments.of(start, len(message))
+        ids = self._segments.of(edges)
         rows = like_rows(ids, message).expand_as(message)
         if winners is None:
             best.scatter_reduce_(0, rows, message, self._how)
@@ -125,24 +132,51 @@ class _Extreme(_OverSegments):
             # Comparisons in place write zeros and ones of the messages' dtype: they are vectorized, unlike those that
             # make booleans. In an empty segment an infinite message wins too, although it equals the initial value.
             is_new = before.ne_(after).clamp_(min=like_rows(are_empty.index_select(0, ids), message).to(message.dtype))
-            ranks = is_new.mul_(after.eq_(message)).to(self._dtype).mul_(self._ranks(start, message))
-            winners.view(self._floats).scatter_reduce_(0, rows, ranks.view(self._floats), "amax")
+            is_new.mul_(after.eq_(message))
+            del before, after
+            ranks = is_new.to(self._floats).mul_(self._ranks(edges, message))
+            winners.view(self._floats).scatter_reduce_(0, rows, ranks, "amax")
         are_empty.index_fill_(0, ids, value=False)
 
-    def _ranks(self, start: int, rows: Tensor) -> Tensor:
-        """Return the rank of each of a chunk's edges, for comparison with the winners of its elements."""
-        end = self._least + start
-        return like_rows(torch.arange(end + len(rows), end, -1, dtype=self._dtype, device=rows.device), rows)
+    def _ranks(self, edges: ChunkRows, rows: Tensor) -> Tensor:
+        """Return the rank of each of a chunk's edges, as a float."""
+        if edges.numbers is None:
+            end = self._least + edges.start
+            ranks = torch.arange(end + edges.length, end, -1, dtype=self._dtype, device=rows.device)
+        else:
+            ranks = self._mirrored(edges.numbers, edges.numbers).add_(self._least).to(self._dtype)
+        return like_rows(ranks.view(self._floats), rows)
+
+    def _mirrored(self, numbers: Tensor, edges: Tensor) -> Tensor:
+        """Return ranks, less the least one, for the numbers of edges, or the reverse.
+
+        Args:
+            numbers: Numbers of edges, or ranks less the least one.
+            edges: Edges of the same chunks.
+        """
+        begins = edges - edges.remainder(self._chunk_size)
+        return begins.add(self._chunk_size).clamp_(max=self._segments.num_edges).add_(begins).sub_(numbers)
+
+    def rows_with_gradient(self, saved: Sequence[Tensor]) -> Tensor | None:
+        (winners,), num_edges = saved, self._segments.num_edges
+        if winners.numel() > _HOPELESS * num_edges:
+            return None
+        found = winners.new_zeros(num_edges + 1, dtype=torch.bool)  # the last one is for segments without a winner
+        for start, length in spans(self.num_segments, max(1, self._chunk_size // 4)):
+            ranks = winners.narrow(0, start, length).flatten().long().sub_(self._least)
+            edges = self._mirrored(ranks, ranks - 1)
+            found.index_fill_(0, edges.masked_fill_(ranks <= 0, num_edges), value=True)
+        return found.narrow(0, 0, num_edges)
 
     def upstream(self, gradients: Sequence[Tensor | None], saved: Sequence[Tensor]) -> Upstream:
         (gradient,), (winners,) = gradients, saved
 
-        def of(start: int, length: int) -> list[Tensor | None]:
+        def of(chunk: ChunkRows) -> list[Tensor | None]:
             if gradient is None:
                 return [None]
-            ids = self._segments.of(start, length)
+            ids = self._segments.of(chunk)
             rows = gradient.index_select(0, ids)
-            return [rows.mul_(winners.index_select(0, ids).eq_(self._ranks(start, rows)))]
+            return [rows.mul_(winners.view(self._floats).index_select(0, ids).eq_(self._ranks(chunk, rows)))]
 
         return of
 
@@ -152,7 +186,7 @@ class _Softmax(_OverSegments):
 
     def __init__(self, segments: Segments) -> None:
         super().__init__(segments)
-        self._spans: list[tuple[int, int]] = []  # of the last collected call
+        self._chunks: list[ChunkRows] = []  # of the last collected call
 
     def segment_bytes(self, outputs: Sequence[Tensor], *, for_backward: bool) -> tuple[int, int]:  # noqa: ARG002
         mean = _row_bytes(outputs[0], accumulator_dtype(outputs[0].dtype))
@@ -160,24 +194,24 @@ class _Softmax(_OverSegments):
 
     def collect(self, chunks: ChunkResults) -> tuple[list[Tensor], list[Tensor]]:
         output = top = None
-        self._spans = []
-        for start, (message,) in chunks:
-            self._spans.append((start, len(message)))
+        self._chunks = []
+        for edges, (message,) in chunks:
+            self._chunks.append(edges)
             if output is None or top is None:
                 output = message.new_empty((chunks.num_rows, *message.shape[1:]))
                 top = self._new(message, float("-inf"), message.dtype)
-            ids = self._segments.of(start, len(message))
-            output.narrow(0, start, len(message)).copy_(message)
+            ids = self._segments.of(edges)
+            edges.of(output).copy_(message)
             top.scatter_reduce_(0, like_rows(ids, message).expand_as(message), message, "amax")
             del message  # before the next chunk runs
         assert output is not None  # noqa: S101 - there is always a chunk
         assert top is not None  # noqa: S101
         total = self._new(output, 0, accumulator_dtype(output.dtype))
-        for start, length in self._spans:
-            ids = self._segments.of(start, length)
-            total.index_add_(0, ids, self._powers(output.narrow(0, start, length), top, ids))
-        for start, length in self._spans:
-            ids, rows = self._segments.of(start, length), output.narrow(0, start, length)
+        for edges in self._chunks:
+            ids = self._segments.of(edges)
+            total.index_add_(0, ids, self._powers(edges.of(output), top, ids))
+        for edges in self._chunks:
+            ids, rows = self._segments.of(edges), edges.of(output)
             rows.copy_(self._powers(rows, top, ids).div_(total.index_select(0, ids)))
         return [output], [output] if chunks.for_backward else []
 
@@ -189,15 +223,15 @@ class _Softmax(_OverSegments):
         (gradient,), (output,) = gradients, saved
         mean = self._new(output, 0, accumulator_dtype(output.dtype))
         if gradient is not None:
-            for start, length in self._spans:
-                shares = output.narrow(0, start, length).to(mean.dtype)
-                mean.index_add_(0, self._segments.of(start, length), shares * gradient.narrow(0, start, length))
+            for edges in self._chunks:
+                shares = edges.of(output).to(mean.dtype)
+                mean.index_add_(0, self._segments.of(edges), shares * edges.of(gradient))
 
-        def of(start: int, length: int) -> list[Tensor | None]:
+        def of(chunk: ChunkRows) -> list[Tensor | None]:
             if gradient is None:
                 return [None]
-            rows = gradient.narrow(0, start, length) - mean.index_select(0, self._segments.of(start, length))
-            return [rows.mul_(output.narrow(0, start, length)).to(output.dtype)]
+            rows = chunk.of(gradient) - mean.index_select(0, self._segments.of(chunk))
+            return [rows.mul_(chunk.of(output)).to(output.dtype)]
 
         return of
 

@@ -8,7 +8,7 @@ from typing import TypeGuard
 import torch
 from torch import Tensor
 
-from memkit.chunk.assembly import Assembly, ChunkResults, Upstream
+from memkit.chunk.assembly import Assembly, ChunkResults, ChunkRows, Upstream
 from memkit.chunk.segments_reductions import like_rows
 
 
@@ -36,32 +36,36 @@ class _Weighted(Assembly):
         self._dtype = weight.dtype  # of the messages, once the first is there
         self.indices = (*assembly.indices, weight)
         self.num_segments, self.built_bytes = assembly.num_segments, assembly.built_bytes
+        self.passes_few = assembly.passes_few
 
     @property
     def kind(self) -> Hashable:
         return type(self), self._assembly.kind, self._weight.dtype
 
     def collect(self, chunks: ChunkResults) -> tuple[list[Tensor], list[Tensor]]:
-        def products() -> Iterator[tuple[int, list[Tensor]]]:
-            for start, messages in chunks:
-                yield start, [self._weigh(start, messages.pop())]
+        def products() -> Iterator[tuple[ChunkRows, list[Tensor]]]:
+            for edges, messages in chunks:
+                yield edges, [self._weigh(edges, messages.pop())]
 
         return self._assembly.collect(ChunkResults(products(), chunks.num_rows, chunks.for_backward))
 
-    def _weigh(self, start: int, message: Tensor) -> Tensor:
+    def _weigh(self, edges: ChunkRows, message: Tensor) -> Tensor:
         self._dtype = message.dtype
-        return message * like_rows(self._weight.narrow(0, start, len(message)), message)
+        return message * like_rows(edges.of(self._weight), message)
 
     def upstream(self, gradients: Sequence[Tensor | None], saved: Sequence[Tensor]) -> Upstream:
         of_weighted = self._assembly.upstream(gradients, saved)
 
-        def of(start: int, length: int) -> list[Tensor | None]:
-            (rows,) = of_weighted(start, length)
+        def of(chunk: ChunkRows) -> list[Tensor | None]:
+            (rows,) = of_weighted(chunk)
             if rows is None:
                 return [None]
-            return [rows.mul_(like_rows(self._weight.narrow(0, start, length), rows)).to(self._dtype)]
+            return [rows.mul_(like_rows(chunk.of(self._weight), rows)).to(self._dtype)]
 
         return of
+
+    def rows_with_gradient(self, saved: Sequence[Tensor]) -> Tensor | None:
+        return self._assembly.rows_with_gradient(saved)
 
     def segment_bytes(self, outputs: Sequence[Tensor], *, for_backward: bool) -> tuple[int, int]:
         return self._assembly.segment_bytes(outputs, for_backward=for_backward)
