@@ -1,5 +1,6 @@
 """Tensor metadata: version counter, storage, and hooks."""
 
+import itertools
 from collections.abc import Callable, Iterable
 from functools import cache
 from operator import attrgetter, methodcaller
@@ -67,6 +68,20 @@ def live_versions(references: Iterable[Callable[[], torch.Tensor | None]]) -> li
         return [each()._version for each in references]  # type: ignore[union-attr]  # tried, as a check takes longer
     except AttributeError:
         return None
+
+
+def share_memory(tensors: Iterable[torch.Tensor]) -> bool:
+    """Return whether the memory of some tensors overlaps, from the first to the last byte of each."""
+    by_storage: dict[int, list[tuple[int, int]]] = {}
+    for each in tensors:
+        if type(each) in _WITH_DATA and each.layout is torch.strided and each.numel():
+            begin = each.storage_offset() * each.itemsize
+            last = sum((size - 1) * stride for size, stride in zip(each.shape, each.stride(), strict=True))
+            end = begin + (last + 1) * each.itemsize
+            by_storage.setdefault(storage_key(each.untyped_storage()), []).append((int(begin), int(end)))
+    return any(
+        end > begin for spans in by_storage.values() for (_, end), (begin, _) in itertools.pairwise(sorted(spans))
+    )
 
 
 def share_versions(tensors: Iterable[torch.Tensor]) -> bool:

@@ -14,7 +14,7 @@ from memkit._core.errors import ConfigError, StateError
 from memkit._machine.devices import process_rank
 from memkit._torch.tensors import accumulate_hooks
 from memkit.train.gradients import as_list
-from memkit.train.parameterwise import Group, step_group, steps_parameterwise
+from memkit.train.parameterwise import Group, has_shared_memory, step_group, steps_parameterwise
 
 _CALL = "step_in_backward(optimizer)"
 
@@ -58,6 +58,12 @@ def step_in_backward(optimizer: Optimizer | Sequence[Optimizer]) -> Iterator[Non
     """
     optimizers = as_list(optimizer)
     for each in optimizers:
+        if has_shared_memory(each):
+            _refuse(
+                "parameters that share memory",
+                "parameters that can be stepped one after the other, while the backward still reads the others",
+                "call optimizer.step() without this block",
+            )
         if not steps_parameterwise(each):
             _refuse(f"a {type(each).__name__}", "an optimizer known to step each parameter independently of the others")
     if process_rank()[1] > 1:
@@ -167,7 +173,5 @@ def _after_step(stepped: set[int], *_: object) -> None:
     stepped.clear()
 
 
-def _refuse(got: str, expected: str) -> None:
-    raise ConfigError(
-        _CALL, got=got, expected=expected, fix="step after backward: use memkit.train.atomic_steps(optimizer) instead."
-    )
+def _refuse(got: str, expected: str, fix: str = "use memkit.train.atomic_steps(optimizer) instead") -> None:
+    raise ConfigError(_CALL, got=got, expected=expected, fix=f"step after backward: {fix}.")

@@ -33,6 +33,7 @@ from memkit.train.parameterwise import (
     PARAMETERWISE,
     Group,
     create_state,
+    has_shared_memory,
     known_kind,
     known_names,
     lent_state,
@@ -82,6 +83,13 @@ def atomic_steps(optimizer: Optimizer | Sequence[Optimizer]) -> Iterator[None]:
     """
     optimizers = as_list(optimizer)
     for each in optimizers:
+        if known_kind(each) is not None and not steps_parameterwise(each) and has_shared_memory(each):
+            raise ConfigError(
+                f"atomic_steps({type(each).__name__})",
+                got="parameters that share memory, as in nn.Parameter(encoder.weight.t())",
+                expected="parameters that its step changes independently of each other",
+                fix="keep one of them, and use it in both places: linear(x, encoder.weight.t()).",
+            )
         if not steps_parameterwise(each):
             raise ConfigError(
                 f"atomic_steps({type(each).__name__})",

@@ -24,7 +24,7 @@ from memkit._torch.tensors import bytes_held, put_back
 from memkit.train.chunked_steps import ChunkedStep, OomCount, close_all
 from memkit.train.gradients import local_part
 from memkit.train.offload_files import map_file
-from memkit.train.parameterwise import exchanges_in_step, steps_parameterwise
+from memkit.train.parameterwise import exchanges_in_step, has_shared_memory, known_kind, steps_parameterwise
 
 _SMALL_BYTES = 64 * 1024  # not worth a file
 _MOST_BYTES = 2**30  # of an automatic copy
@@ -56,11 +56,13 @@ class StepGuard:
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self._optimizers = [_inner(each) for each in optimizers]
-        kind = next((type(each) for each in self._optimizers if not steps_parameterwise(each)), None)
+        found = next((each for each in self._optimizers if not steps_parameterwise(each)), None)
         self._unknown: str | None = None
         self._may_register = False
-        if kind is not None:
-            self._unknown, self._may_register = kind.__name__, not exchanges_in_step(kind)
+        if found is not None:
+            kind, shares = type(found), known_kind(found) is not None and has_shared_memory(found)
+            self._unknown = f"{kind.__name__}, of parameters that share memory," if shares else kind.__name__
+            self._may_register = not shares and not exchanges_in_step(kind)
         self.goes_on = self._unknown is None
         self.ooms = OomCount()
         self._num_steps = 0

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from memkit._core.errors import ConfigError, InputTypeError
 from memkit._recovery.attempt import insist
 from memkit._torch.optimizers import MUON, init_group_of, makes_state, own_step
-from memkit._torch.tensors import gradient_dtype
+from memkit._torch.tensors import gradient_dtype, share_memory
 from memkit.train.gradients import as_list
 
 Group = dict[str, Any]
@@ -113,7 +113,24 @@ def exchanges_in_step(kind: type[Optimizer]) -> bool:
 
 def steps_parameterwise(optimizer: Optimizer) -> bool:
     """Return whether an optimizer is known to step each parameter independently, so its step can run in chunks."""
+    is_together = any(map(steps_together, optimizer.param_groups))
+    return _is_known(optimizer) and not (is_together and has_shared_memory(optimizer))
+
+
+def _is_known(optimizer: Optimizer) -> bool:
     return known_kind(optimizer) is not None and not optimizer.defaults.get("differentiable", False)
+
+
+def steps_together(group: Group) -> bool:
+    """Return whether the tensors of a group may be stepped by the same operators."""
+    if group.get("foreach") is None and not group.get("fused"):
+        return bool(group["params"]) and not group["params"][0].is_cpu  # off the CPU it is the default
+    return bool(group.get("foreach") or group.get("fused"))
+
+
+def has_shared_memory(optimizer: Optimizer) -> bool:
+    """Return whether some parameters share memory, which all operators of a step then change twice, in turns."""
+    return share_memory(each for group in optimizer.param_groups for each in group["params"])
 
 
 def known_kind(optimizer: Optimizer) -> type[Optimizer] | None:
@@ -189,7 +206,7 @@ def require_own_state(optimizer: Optimizer, *, call: str, fix: str) -> None:
     Raises:
         ConfigError: It is not known.
     """
-    if not steps_parameterwise(optimizer) or not makes_state(optimizer):
+    if not _is_known(optimizer) or not makes_state(optimizer):
         raise ConfigError(
             call, got=f"a {type(optimizer).__name__}", expected=f"one of {known_names(with_state=True)}", fix=fix
         )

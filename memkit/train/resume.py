@@ -26,7 +26,7 @@ from memkit._torch.dispatch import LeanDispatchMode, current_modes, num_modes
 from memkit._torch.fake import FakeTensor
 from memkit._torch.operators import kernel_of, schema_of
 from memkit._torch.tensors import live_versions, share_versions, version_of, versions_tell_together
-from memkit.train.parameterwise import ELEMENTWISE, Group, known_kind, step_group, writes_gradients
+from memkit.train.parameterwise import ELEMENTWISE, Group, known_kind, step_group, steps_together, writes_gradients
 
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, FakeTensor))  # a simulated step takes the real one's path
 Progress = dict[str, int]  # applied in-place operators by state name, "" for the parameter itself
@@ -67,7 +67,7 @@ class StepJournal:
     ) -> None:
         self.parameters, self._others = [(group, parameter) for group, parameter, _ in entries], others
         self.num_done, self.interrupted = 0, list[Interrupted]()
-        self._is_together = any(_steps_together(group) for group, _ in self.parameters)
+        self._is_together = any(steps_together(group) for group, _ in self.parameters)
         self._is_fused = any(group.get("fused") for group, _ in self.parameters)
         self.watched: CountApplied | None = None
         self._shares_versions = share_versions([each for _, one, state in entries for each in (one, *state.values())])
@@ -76,7 +76,7 @@ class StepJournal:
         self._alike: dict[int, list[int]] = {}
         firsts: dict[int, int] = {}
         for number, (group, _, _) in enumerate(entries):
-            first = firsts.setdefault(id(group), number) if _steps_together(group) else number
+            first = firsts.setdefault(id(group), number) if steps_together(group) else number
             self._alike.setdefault(first, []).append(number)
         # For each tensor of these: its parameter's index, its name.
         self._keys = [(first, name) for first in self._alike for name in ("", *entries[first][2])]
@@ -104,7 +104,7 @@ class StepJournal:
                     return None
                 entries.append((group, parameter, state))
                 kinds.add((parameter.device, parameter.dtype))
-            if len(kinds) > 1 and _steps_together(group):  # one kind after the other, in no known order
+            if len(kinds) > 1 and steps_together(group):  # one kind after the other, in no known order
                 return None
         return cls(entries, others)
 
@@ -150,7 +150,7 @@ class StepJournal:
             last = max(applied)
             group = self.parameters[last][0]
             self.num_done = (
-                last if not _steps_together(group) else [id(each) for each, _ in self.parameters].index(id(group))
+                last if not steps_together(group) else [id(each) for each, _ in self.parameters].index(id(group))
             )
         self.interrupted = [
             Interrupted(*self.parameters[number], progress)
@@ -248,18 +248,11 @@ def _is_tensor(value: object) -> bool:
     return isinstance(value, torch.Tensor)
 
 
-def _steps_together(group: Group) -> bool:
-    """Whether the tensors of a group may be stepped by the same operators."""
-    if group.get("foreach") is None and not group.get("fused"):
-        return bool(group["params"]) and not group["params"][0].is_cpu  # off the CPU it is the default
-    return bool(group.get("foreach") or group.get("fused"))
-
-
 def _num_resumable(optimizer: Optimizer) -> int:
     """Count the parameters of an optimizer whose step can be resumed; 0 if there is one whose step cannot."""
     kind, number = known_kind(optimizer), 0
     for group in optimizer.param_groups:
-        is_together = _steps_together(group)
+        is_together = steps_together(group)
         if group.get("capturable") or group.get("differentiable"):
             return 0
         if kind not in (_RESUMABLE_TOGETHER if is_together else _RESUMABLE):
@@ -282,7 +275,7 @@ def _complete_state(optimizer: Optimizer, group: Group, parameter: torch.Tensor)
     is_there = bool(state) or needs_none
     if not is_there or not all(isinstance(each, torch.Tensor) for each in state.values()):
         return None
-    if _steps_together(group):
+    if steps_together(group):
         # An operator on tensors of one kind is one kernel; on others it is a loop, which may end in its middle.
         like_it = [gradient, *(each for each in state.values() if each.dim())]
         if any((each.device, each.dtype) != (parameter.device, parameter.dtype) for each in like_it):

@@ -485,3 +485,53 @@ def test_a_result_counts_what_the_step_survived(make_optimizer):
         assert result.sizes == (8,)
         num_ooms.append(result.num_ooms)
     assert num_ooms == [0, 1, 0]
+
+
+class TiedByMemory(nn.Module):
+    """The decoder's weight is a parameter of its own over the encoder's memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.decoder = nn.Linear(600, 400).double(), nn.Linear(400, 600).double()
+        self.decoder.weight = nn.Parameter(self.encoder.weight.t())
+
+    def forward(self, x):
+        return self.decoder(self.encoder(x).tanh())
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("foreach", [False, True])
+def test_parameters_over_the_same_memory_step_in_the_optimizers_own_order(foreach, fails):
+    """All operators of a `foreach` step change that memory twice before the next operator does."""
+
+    def train(how):
+        torch.manual_seed(0)
+        model = TiedByMemory()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=foreach)
+        trainer = mk.MemoryEfficientTrainingWrapper(model, optimizer)
+        num_operators = num_failures = 0
+        for number in range(4):
+            x = torch.randn(6, 600, dtype=torch.float64)
+            if how == "by hand":
+                optimizer.zero_grad()
+                mean_square(model, x).backward()
+                optimizer.step()
+                continue
+            # One of the last operators in a step for which there is a copy.
+            with FailingOperator(*[num_operators - 2] * (fails and number == 1)) as count:
+                trainer.train_step(x, mean_square)
+            num_operators, num_failures = count.num_operators, num_failures + count.num_failures
+        assert bool(num_failures) == (fails and how == "wrapper")
+        return model.encoder.weight.detach()
+
+    assert_same([train("wrapper")], [train("by hand")])
+
+
+def test_parameters_over_the_same_memory_are_not_stepped_one_by_one():
+    optimizer = torch.optim.AdamW(TiedByMemory().parameters(), foreach=True)
+    for block in (mk.train.atomic_steps, mk.train.step_in_backward):
+        assert_refused(lambda block=block: block(optimizer).__enter__(), mk.errors.ConfigError, "share memory")
+    flat = torch.zeros(20)  # next to each other: not the same memory
+    parameters = [nn.Parameter(flat[:10]), nn.Parameter(flat[10:].view(2, 5).t())]
+    with mk.train.atomic_steps(torch.optim.AdamW(parameters, foreach=True)):
+        pass
