@@ -41,6 +41,7 @@ from memkit._core.errors import warn_user
 from memkit._core.installed import is_users_module
 from memkit._core.printable import list_some
 from memkit._machine import random_state
+from memkit._recorder.ranked import SELECTING, values_of_rows
 from memkit._torch import aten
 from memkit._torch.compiler import eagerly
 from memkit._torch.dispatch import LeanDispatchMode, OpOverload, fake_mode
@@ -65,6 +66,7 @@ _MAX_ITEMS = 4096  # of a list or dict that is searched for such objects
 _SMALL_BYTES, _MOST_SAVED_BYTES = 2**20, 2**26  # of a tensor whose content is saved, and of all of them
 _MOST_CHECKED_BYTES = 2**30  # of larger arrays that are watched: half a second to read them
 _MAX_COPIED = 100_000  # items of a list or dict that is restored
+_MOST_RANKED = 2  # the last ones: a loss selects after the model
 _MAX_COUNTS = 32  # tensors of a list that are counts; more of them are results
 _NAMESPACES_OF_RANKS = ("c10d", "_c10d_functional", "c10d_functional", "_dtensor")
 # Arguments that native_batch_norm writes to, although its schema does not declare it.
@@ -157,6 +159,7 @@ class Rehearsal:
         has_permutations: Whether a permutation was drawn.
         has_draws_for_all: Whether fewer rows drew as many random numbers as all: they belong to no row.
         has_branches: Whether Python branched on the value of a tensor, so that other rows may take the other branch.
+        ranked: What operators select by among all rows, as a number for each row, at most `_MOST_RANKED` times.
         counts_in_backward: Whether an embedding that is trained divides a row's gradient by its count in the batch.
     """
 
@@ -177,6 +180,7 @@ class Rehearsal:
         self._before: dict[int, tuple[torch.UntypedStorage, Tensor]] = {}  # storages written to, original bytes
         self._generators: dict[int, tuple[torch.Generator, Tensor]] = {}  # the user's own, with their initial state
         self._draws: dict[tuple[object, ...], _Draw] = {}
+        self.ranked: collections.deque[tuple[float, ...]] = collections.deque(maxlen=_MOST_RANKED)
         self._is_dirty, self.most_elements, self.is_backward = False, 0, False
         self.has_unmatched_draws = self.has_branches = self.has_permutations = False
         self.has_several_per_row = self.has_draws_for_all = self.counts_in_backward = False
@@ -401,6 +405,8 @@ class _Watch(LeanDispatchMode):
             raise RanksError(str(func))
         if func is aten.local_scalar_dense and args[0].dtype is torch.bool:
             self._rehearsal.has_branches = True
+        if func in SELECTING:
+            self._note_ranked(func, args, kwargs)
         facts = _facts(func)
         if facts.divides is not None and facts.divides < len(args) and args[facts.divides] and args[0].requires_grad:
             self._rehearsal.counts_in_backward = True
@@ -415,6 +421,13 @@ class _Watch(LeanDispatchMode):
         if facts.makes_tensors:
             self._note(func, args, kwargs, out)
         return out
+
+    def _note_ranked(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._span is None or not self._span.is_whole or fake_mode() is not None:
+            return
+        values = values_of_rows(func, args, kwargs, self._span.total)
+        if values is not None and values not in self._rehearsal.ranked:
+            self._rehearsal.ranked.append(values)
 
     def _note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         for each in out if isinstance(out, (list, tuple)) else (out,):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -33,7 +34,7 @@ from memkit.train.ranks import without_buffer_sync
 from memkit.train.samples import mark_samples, unmark_samples
 from memkit.train.sketches import Vector, sketches, sketches_of_backward
 from memkit.train.split import SplitFn, map_leaves
-from memkit.train.split_ways import CutBatch, Way, interleaved, ways_to_cut
+from memkit.train.split_ways import CutBatch, Way, interleaved, reordered, ways_to_cut
 
 # Relative error per parameter that passes without further runs; larger errors are compared with rounding.
 _QUICK_TOLERANCE = {torch.float64: 1e-9, torch.complex128: 1e-9}
@@ -305,6 +306,7 @@ class Examination:
         self._kind: tuple[tuple[str, ...], ...] = ()
         self._doubt: SplitVerdict | None = None
         self._num_compared, self._only_losses = 0, False
+        self._ranked: tuple[CutBatch | None, list[tuple[float, ...]]] = None, []  # of the last comparison
         self._has_count = False
         self._has_run_out = self._has_branches = self._has_compared = self._was_unequal_sorted = self._were_real = False
         self._with_hooks = False
@@ -321,7 +323,7 @@ class Examination:
         finally:
             self._close()
             # Both refer back to this object, which holds the model: a dropped model is to be freed at once.
-            self._prepare = _leave
+            self._prepare, self._ranked = _leave, (None, [])
             vars(self).pop("_attempt", None)
         self.verdict = replace(
             self.verdict, has_branches=self._has_branches, kind=self._kind, has_count=self._has_count
@@ -361,9 +363,28 @@ class Examination:
         if self._is_uneven and not self._were_real and (verdict.exact or verdict.is_uninformative):
             verdict = SplitVerdict(None, modules=self._suspects, reason=_UNEVEN)
         verdict = self._doubt if verdict.exact and self._doubt is not None else verdict
+        if verdict.exact and self._around_whole is None:
+            verdict = yield from self._compare_ranked(verdict)
         if verdict.exact and self._around_whole is None and self._num_compared < _FEWEST_TELLING:
             verdict = yield from self._look_at_losses(verdict, has_run_out=is_out_of_memory)
         self.verdict = replace(verdict, buffers=self._left) if verdict.exact and self._left else verdict
+
+    def _compare_ranked(self, verdict: SplitVerdict) -> Attempts:
+        """Compare rows whose parts differ the most in what an operator selects by, if one selects among all rows.
+
+        The hardest half of four rows, for one, is that of two parts of them two times in three.
+        """
+        where, all_ranked = self._ranked
+        if where is None or not where.has_rows:
+            return verdict
+        for values in all_ranked:
+            order = sorted(range(where.size), key=values.__getitem__, reverse=True)
+            way = Way(functools.partial(reordered, where, order), is_sorted=True)
+            parts = self._made(way.make)
+            if parts is not None and verdict.exact:
+                found = yield from self._judge(parts, self._compare_whole_and_parts)
+                verdict = self._together(verdict, found, way)
+        return verdict
 
     def _is_worthwhile(self, way: Way, verdict: SplitVerdict) -> bool:
         """Return whether another comparison can tell more than the previous ones."""
@@ -477,6 +498,7 @@ class Examination:
             return self._not_checked()
         if not _is_finite(whole.vectors):
             return (yield from self._judge_not_finite())
+        self._ranked = parts, list(self._rehearsal.ranked)
         after_whole = self._written_state()
         found = yield from self._run_parts()
         if not _norm(whole.vectors) and (found is None or not _norm(found[0].vectors)):

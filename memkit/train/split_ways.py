@@ -160,6 +160,12 @@ def interleaved(parts: CutBatch) -> CutBatch:
     return _cut(parts.whole, parts.size, [*rows[::2], *rows[1::2]], [len(rows[::2]), len(rows[1::2])])
 
 
+def reordered(parts: CutBatch, order: Sequence[int]) -> CutBatch:
+    """Return the same rows in another order, in two parts."""
+    half = (parts.size + 1) // 2
+    return _cut(parts.whole, parts.size, [(row, row + 1) for row in order], [half, parts.size - half])
+
+
 def _all_parts(batch: Any, num_parts: int, split_fn: SplitFn) -> CutBatch | None:
     size = count_elements(batch)
     parts = cut_batch(batch, num_parts, size=size, split_fn=split_fn)

@@ -1,0 +1,55 @@
+"""Operators that select among all rows of a batch, as in a loss over the hardest examples, and what they select by.
+
+Whether parts select the same rows as the whole depends on the rows: a check on rows of any order may see no difference.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_aten = torch.ops.aten
+# The position of the argument that says along which dimension.
+_ALONG: Mapping[Any, int] = {
+    _aten.topk.default: 2,
+    _aten.sort.default: 1,
+    _aten.sort.stable: 2,  # by keyword only
+    _aten.kthvalue.default: 2,
+    _aten.median.dim: 1,
+    _aten.nanmedian.dim: 1,
+    _aten.mode.default: 1,
+}
+_OF_ALL = frozenset({_aten.median.default, _aten.nanmedian.default})
+_BY_MASK = frozenset({_aten.masked_select.default, _aten.index.Tensor})
+
+SELECTING: frozenset[Callable[..., Any]] = frozenset(_ALONG) | _OF_ALL | _BY_MASK
+
+
+def values_of_rows(
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], num_rows: int
+) -> tuple[float, ...] | None:
+    """Return a number for each row of the batch by which an operator of `SELECTING` selects; None if not among rows."""
+    given = args[0]
+    if not isinstance(given, Tensor) or not given.is_floating_point() or not given.dim() or not given.numel():
+        return None
+    dim = 0
+    if func in _ALONG:
+        position = _ALONG[func]
+        dim = (args[position] if position < len(args) else kwargs.get("dim", -1)) % given.dim()
+    elif func in _BY_MASK and not _is_mask(args[1]):
+        return None
+    length = given.shape[dim]
+    is_over_rows = length % num_rows == 0 and (dim == 0 or length == num_rows)
+    if not is_over_rows or num_rows < 2:
+        return None
+    rows = given.detach().movedim(dim, 0).reshape(num_rows, -1).double().mean(dim=1).tolist()
+    return tuple(rows) if all(map(math.isfinite, rows)) else None
+
+
+def _is_mask(index: Any) -> bool:
+    masks = index if isinstance(index, (list, tuple)) else [index]
+    return any(isinstance(each, Tensor) and each.dtype is torch.bool for each in masks)
