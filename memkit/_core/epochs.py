@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sized
 from typing import Any, NoReturn
 
 import torch.distributed as dist
 from torch.utils.data import Sampler
 
 from memkit._core.errors import ConfigError, FileFormatError, StateError, warn_user
-from memkit._core.settings import Checker
+from memkit._core.settings import LARGEST_WHOLE, Checker, as_whole
 
 _VERSION = 4
 
@@ -93,7 +93,14 @@ class EpochOrder(Sampler[list[int]], ABC):
         Args:
             num_done: Number of batches of this epoch already trained on. None uses the number yielded, which is correct
                 without workers; a DataLoader's workers prefetch, see `ResumableLoader`.
+
+        Raises:
+            ConfigError: The epoch does not have so many batches.
         """
+        if num_done is not None:
+            check = Checker(f"{type(self).__name__}.state_dict(...)")
+            fix = "pass the number of batches of this epoch, not of all epochs, that were trained on."
+            num_done = check.whole("num_done", num_done, 0, self._most_batches(), fix=fix)
         return {
             "version": _VERSION,
             "seed": self.seed,
@@ -119,11 +126,22 @@ class EpochOrder(Sampler[list[int]], ABC):
                 "objects without the loader, state.restore(step, model=model, optimizer=optimizer, ...), and give a "
                 "MemoryEfficientTrainLoop a TrainingStateManager of another directory.",
             )
+        num_done = as_whole(state["num_done"])
+        if num_done is None or num_done < 0:
+            raise FileFormatError(
+                f"{type(self).__name__}.load_state_dict(state)",
+                got=f"num_done={state['num_done']!r}",
+                expected="the number of the epoch's batches that were trained on",
+                fix="load a state that state_dict() has made.",
+            )
         self.seed, self.epoch = state["seed"], state["epoch"]
-        self._start = self._num_given = state["num_done"]
+        self._start = self._num_given = num_done
         self._num_loads += 1
         self._is_over = False
         self._plan_epoch()
+
+    def _most_batches(self) -> int:
+        return len(self) if isinstance(self, Sized) else LARGEST_WHOLE
 
     def _give(self, start: int) -> Iterator[list[int]]:
         self._start = 0  # at the first batch: a DataLoader with workers creates an iterator that it does not use

@@ -1320,9 +1320,16 @@ def _assigned_by(function: types.FunctionType) -> Iterator[_Variable]:
 
 
 def _is_users(value: types.FunctionType | type) -> bool:
-    """Whether a function or a class is the user's own."""
-    module: object = value.__module__  # Cython's metaclasses have a descriptor there
-    return module is None or (isinstance(module, str) and module.partition(".")[0] not in _FOREIGN)
+    """Whether a function or a class is the user's own.
+
+    A class that a metaclass has made, as PyG's of batches, is said to be of the metaclass's module: its bases tell.
+    """
+    kinds = value.__mro__[:-1] if isinstance(value, type) else (value,)
+    for each in kinds:
+        module: object = each.__module__  # Cython's metaclasses have a descriptor there
+        if module is None or (isinstance(module, str) and module.partition(".")[0] not in _FOREIGN):
+            return True
+    return False
 
 
 @functools.lru_cache(maxsize=4096)

@@ -66,7 +66,8 @@ class Draws:
             return value
         if not isinstance(value, (np.ndarray, list)):
             return self.guesses.drawn(name, value)
-        if np.size(value) == 1:  # np.random.rand(1) < 0.5; more numbers than one are data
+        size = value.size if isinstance(value, np.ndarray) else len(value)
+        if size == 1:  # np.random.rand(1) < 0.5; more numbers than one are data
             self.guesses.unseen(name)
         return value
 

@@ -197,6 +197,7 @@ class MemoryEfficientTrainLoop:
         self._stop = StopSignal()
         self._looks_for_unsaved = True  # once: what changes does so in the first steps, or never
         self._unsaved: UnsavedState | None = None
+        self._is_behind = True  # nothing ran yet, or the last run failed: the last save is restored
         self._saved_at: int | None = 0  # the step that was saved last; before the first one nothing needs saving
         self._validated_at: int | None = 0
         self._num_skipped = 0
@@ -206,7 +207,10 @@ class MemoryEfficientTrainLoop:
         self._last: StepResult | None = None
 
     def run(self, num_epochs: int = 1) -> LoopResult:
-        """Train until ``num_epochs`` epochs are done, including those of a resumed run.
+        """Train until ``num_epochs`` epochs are done, including those of earlier calls and of a resumed run.
+
+        The first call, and one after a call that has failed, restores the last save of ``state``; others go on with
+        everything as it is, such as a learning rate that was changed in between.
 
         Raises:
             ConfigError: ``num_epochs`` is not a whole number.
@@ -216,7 +220,9 @@ class MemoryEfficientTrainLoop:
         self._num_epochs = Checker(f"{_CALL}.run(...)").whole("num_epochs", num_epochs)
         self._num_skipped, self._figures = 0, None
         if self._state is not None:
-            self._state.restore(**self.objects())
+            if self._is_behind:
+                self._state.restore(**self.objects())
+            self._is_behind = True
             if self._looks_for_unsaved:
                 data = getattr(self._loader, "dataset", None)
                 self._unsaved = UnsavedState(
@@ -228,7 +234,7 @@ class MemoryEfficientTrainLoop:
             while self._position.epoch < num_epochs and self._end_reason() is None:
                 self._run_epoch(bar)
         self._save_once()
-        self._last = None
+        self._last, self._is_behind = None, False
         return LoopResult(
             ended_by=self._end_reason() or "epochs",
             num_epochs=self._position.epoch,

@@ -25,6 +25,8 @@ from memkit.recipes.samplers import Samplers, held_apart
 # By these a module saves what it likes.
 _OWN = [(name, getattr(nn.Module, name)) for name in ("get_extra_state", "state_dict", "_save_to_state_dict")]
 
+_MOST_ITEMS = 4096  # of a list that is compared with the one in its place before
+
 
 class UnsavedState:
     """State that nothing saves, as it is now: tensors of a loss function, a data set's own generators, and values.
@@ -56,6 +58,7 @@ class UnsavedState:
         self._holders = _holders(Attributes([loss_fn]), saved)
         self._before = dict(self._sums())
         self._values_before = {(id(each.place), each.key): fingerprint for each, fingerprint in self._values()}
+        self._lists_before = {(id(each.place), each.key): (each.now, prints) for each, prints in self._lists()}
 
     def _sums(self) -> Iterator[tuple[tuple[int, str], list[int]]]:
         for number, holder in enumerate(self._holders):
@@ -69,8 +72,19 @@ class UnsavedState:
             is_saved = has_storage(each.now) and storage_key(each.now.untyped_storage()) in storages
             yield each, None if is_saved else fingerprint_of(each.now)
 
+    def _lists(self) -> Iterator[tuple[HeldValue, list[object]]]:
+        """Yield the lists and tuples that stand in attributes and variables, with what tells their items apart."""
+        for each in self._held.values(self._except_for):
+            if type(each.now) in (list, tuple) and len(each.now) <= _MOST_ITEMS and not isinstance(each.place, list):
+                yield each, [fingerprint_of(item) for item in each.now]
+
     def _changed_values(self) -> set[str]:
         names = set[str]()
+        for each, prints in self._lists():  # another one in its place; one that only got longer is a log
+            then, prints_then = self._lists_before.get((id(each.place), each.key), (each.now, prints))
+            is_log = prints[: len(prints_then)] == prints_then
+            if not (then is each.now or is_log or None in prints):
+                names.add(each.shown)
         for each, now in self._values():
             key = id(each.place), each.key
             if key in self._values_before:

@@ -42,6 +42,11 @@ class Bystanders:
             self._handle = register_optimizer_step_pre_hook(functools.partial(_look, weakref.ref(self)))
             weakref.finalize(self, self._handle.remove)
 
+    @property
+    def is_watching(self) -> bool:
+        """Whether an optimizer with some of the parameters has not stepped yet."""
+        return bool(self._left)
+
     def close(self) -> None:
         """Stop watching."""
         if self._handle is not None:
@@ -53,8 +58,6 @@ class Bystanders:
         found = [each for each in parameters if each in self._left]
         for each in found:
             del self._left[each]
-        if not self._left:
-            self.close()
         if found and all(each.grad is None for each in parameters):
             name, shape = type(optimizer).__name__, tuple(found[0].shape)
             warn_user(
@@ -64,5 +67,6 @@ class Bystanders:
 
 
 def _look(watch: Callable[[], Bystanders | None], optimizer: Optimizer, *_: Any) -> None:
-    if (found := watch()) is not None:
+    # With nothing left to watch it stays: no hook may be removed while torch goes through them.
+    if (found := watch()) is not None and found.is_watching:
         found.look(optimizer)

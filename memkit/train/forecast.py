@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from memkit._core.units import format_bytes, parse_budget
 from memkit._machine import devices
 from memkit._recorder.recorder import Recorder
 from memkit._recorder.recording import Recording
-from memkit._recovery.attempt import Done, Result, attempt
+from memkit._recovery.attempt import Done, Result, attempt, insist
 from memkit._torch import pytree
 from memkit._torch.modules import all_parameters
 from memkit._torch.tensors import bytes_held
@@ -245,7 +246,8 @@ class PartPlanner:
 
     def _learn(self, key: str, marked: Any, num_rows: int, rehearse: Callable[[Any], None]) -> None:
         """Make a forecast with the largest rows of a batch, if its shape is new, or rows are larger than known ones."""
-        sizes = [each for each in row_sizes(marked) if each.kind not in self._indifferent]
+        found = insist(functools.partial(row_sizes, marked), "looking at a batch for its largest rows")
+        sizes = [each for each in found if each.kind not in self._indifferent]
         known, largest = self._forecasts.get(key), self._largest.setdefault(key, {})
         is_wider = min(num_rows, _MORE_ROWS) > self._num_rows.get(key, 0)  # the first one, or after smaller batches
         if not is_wider and not any(_is_larger(each, largest.get(each.kind, 0)) for each in sizes):

@@ -212,9 +212,7 @@ class Replicas(Ranks):
             # Retried before the collective: the other ranks would wait in it for one that has given up.
             flat = insist(functools.partial(_flatten, bucket), _SUM)
             dist.all_reduce(flat, group=self._groups[0])
-            parts = torch.split(flat, [gradient.numel() for gradient in bucket])
-            for gradient, part in zip(bucket, parts, strict=True):
-                gradient.copy_(part.view(gradient.shape))
+            insist(functools.partial(_unflatten, flat, bucket), _SUM)
 
     def broadcast_buffers(self) -> None:
         """Give every rank the first rank's buffers, as DDP does before the forward that follows a synchronization."""
@@ -371,6 +369,12 @@ def _total_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def _flatten(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat([gradient.reshape(-1) for gradient in gradients])
+
+
+def _unflatten(flat: torch.Tensor, gradients: Sequence[torch.Tensor]) -> None:
+    parts = torch.split(flat, [gradient.numel() for gradient in gradients])
+    for gradient, part in zip(gradients, parts, strict=True):
+        gradient.copy_(part.view(gradient.shape))
 
 
 def _buckets(gradients: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

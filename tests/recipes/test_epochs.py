@@ -21,7 +21,7 @@ from torch.utils.data import (
 
 import memkit as mk
 from memkit.recipes.order import tell_epoch
-from tests.helpers import assert_same, one_in
+from tests.helpers import assert_refused, assert_same, one_in
 from tests.toys import mean_square, trainer_of
 
 VOLUMES = [torch.arange(64.0).reshape(1, 4, 4, 4) + number for number in range(4)]
@@ -317,3 +317,18 @@ class TestForgottenEpochs:
             TrainLoop(), val_loader, val_interval=2, val_fn=lambda model, x: {"loss": model(x).square()}
         )
         assert enhanced.run_loop() == "epochs"
+
+
+@pytest.mark.parametrize("num_done", [-1, 2.0, "3", 17])
+@pytest.mark.parametrize(
+    "make",
+    [lambda: mk.recipes.ResumableBatchSampler(64, 4), lambda: mk.points.BudgetBatchSampler([1] * 64, max_points=4)],
+)
+def test_a_number_of_batches_that_the_epoch_does_not_have_is_refused(make, num_done):
+    assert_refused(lambda: make().state_dict(num_done=num_done), mk.errors.ConfigError, "num_done", "of this epoch")
+    state = make().state_dict()
+    if num_done != 17:
+        assert_refused(
+            lambda: make().load_state_dict(state | {"num_done": num_done}), mk.errors.FileFormatError, "num_done"
+        )
+    assert make().state_dict(num_done=16)["num_done"] == 16

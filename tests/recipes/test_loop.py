@@ -444,3 +444,40 @@ def test_the_loop_enters_few_functions_beside_its_step(on_oom):
     with FunctionsEntered() as alone:
         trainer.train_step(batch, mean_loss)
     assert len(seen.own) - len(alone.own) <= 13
+
+
+@pytest.mark.parametrize("keeps_state", [False, True])
+def test_what_changes_between_two_runs_stays(keeps_state, tmp_path):
+    """A schedule that needs a figure of the validation is stepped there."""
+    data = [(torch.randn(8, 4, dtype=torch.float64), torch.randint(2, (8,))) for _ in range(4)]
+
+    def loss_fn(model, batch):
+        return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+    def train(by_hand):
+        torch.manual_seed(0)
+        model, rates = nn.Linear(4, 2).double(), []
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5, threshold=0.9)
+        loop = mk.MemoryEfficientTrainLoop(
+            mk.MemoryEfficientTrainingWrapper(model, optimizer), data, loss_fn, val_loader=data, progress=False,
+            state=mk.TrainingStateManager(tmp_path) if keeps_state and not by_hand else None,
+        )  # fmt: skip
+        for epoch in range(4):
+            if by_hand:
+                for batch in data:
+                    optimizer.zero_grad()
+                    loss_fn(model, batch).backward()
+                    optimizer.step()
+                with torch.no_grad():
+                    figure = sum(loss_fn(model, batch).item() for batch in data) / 4
+            else:
+                figure = loop.run(num_epochs=epoch + 1).validation["loss"]
+            rates.append(optimizer.param_groups[0]["lr"])
+            plateau.step(figure)
+        return model.weight.detach(), rates
+
+    (found, rates), (wanted, wanted_rates) = train(by_hand=False), train(by_hand=True)
+    assert rates == wanted_rates
+    assert rates[-1] < 1.0
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-14)

@@ -396,6 +396,10 @@ class Averaging:
     def keep(self, model, loss_fn, mean):
         if self.kind == "list":
             self.list[0] = mean
+        elif self.kind == "another list":
+            self.list = [mean, *self.list][:4]
+        elif self.kind == "a longer list":
+            self.list = [*self.list, mean]
         elif self.kind == "array":
             self.array[0] = mean
         elif self.kind == "window":
@@ -423,6 +427,7 @@ def trained_with_average(folder, kind):
         ("variable", "the variable value"),
         ("dict", r"dict\['mean'\]"),
         ("list", r"list\[0\]"),
+        ("another list", "Averaging.list"),
         ("array", "Averaging.array"),
         ("window", "a deque of at most 4"),
         ("number of loss_fn", "function.number"),
@@ -435,8 +440,9 @@ def test_values_in_any_place_that_no_state_has_are_told_of(kind, name, tmp_path)
         trained_with_average(tmp_path, kind)
 
 
-def test_logs_caches_and_views_of_weights_are_not_told_of(tmp_path):
-    trained_with_average(tmp_path, "nothing")  # a warning would be an error here
+@pytest.mark.parametrize("kind", ["nothing", "a longer list"])
+def test_logs_caches_and_views_of_weights_are_not_told_of(kind, tmp_path):
+    trained_with_average(tmp_path, kind)  # a warning would be an error here
 
 
 def test_a_count_in_the_extra_state_is_saved(tmp_path):

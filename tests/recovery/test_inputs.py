@@ -1,5 +1,6 @@
 """A model or a loss that writes to its batch: nothing stays of trial runs, and no forward runs on a changed batch."""
 
+import abc
 import ctypes
 
 import numpy as np
@@ -114,3 +115,36 @@ def test_contents_tell_of_values_that_change_places(make):
     assert contents.are_same()
     rows[[0, 1]] = rows[[1, 0]]
     assert not contents.are_same()
+
+
+class Graph:
+    """A batch as an object."""
+
+    def __init__(self, x):
+        self.x = x
+
+
+@pytest.mark.parametrize("is_made", [False, True])
+def test_attributes_that_a_model_sets_in_its_batch_are_set_back(is_made):
+    """A metaclass that makes classes of batches, as PyG's, gives them its own module."""
+    kind = abc.ABCMeta("MadeGraph", (Graph,), {"__module__": "abc"}) if is_made else Graph
+
+    def train(fails):
+        torch.manual_seed(0)
+        model, has_failed = nn.Linear(3, 1).double(), (ctypes.c_bool * 1)()
+
+        def loss_fn(model, graph):
+            graph.x = graph.x * 2
+            if fails and not has_failed[0]:
+                has_failed[0] = True
+                out_of_memory()
+            return model(graph.x).square().mean()
+
+        trainer = mk.MemoryEfficientTrainingWrapper(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        graph = kind(torch.randn(6, 3, dtype=torch.float64))
+        before = graph.x
+        trainer.train_step(graph, loss_fn)
+        assert has_failed[0] == fails
+        return [model.weight.detach(), graph.x - 2 * before]
+
+    assert_same(train(fails=True), train(fails=False))

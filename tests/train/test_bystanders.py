@@ -1,5 +1,6 @@
 """Parameters of other optimizers that a loss depends on: told of when they step without a gradient."""
 
+import contextlib
 import gc
 import warnings
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import SGD
-from torch.optim.optimizer import _global_optimizer_pre_hooks
+from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimizer_step_pre_hook
 
 import memkit as mk
 
@@ -75,6 +76,7 @@ def test_a_criterion_that_gets_no_gradient_is_told_of_once(how, way_out):
     [message] = told
     assert "another optimizer (SGD) steps without any gradient, though the loss depends on 1 of its" in message
     assert way_out in message
+    gc.collect()
     assert hooks() == before
 
 
@@ -104,6 +106,7 @@ def test_a_gan_is_not_told_of(closes):
 
     _, told = told_in(run)
     assert not told
+    trainer.close()
     assert hooks() == before
 
 
@@ -140,4 +143,27 @@ def test_split_loss_tells_of_tensors_that_it_cannot_find():
     [message] = told
     assert message.startswith("SplitLoss: another optimizer (SGD) steps without any gradient")
     assert "SplitLoss([model, module])" in message
+    del run
+    split = None
+    gc.collect()
     assert hooks() == before
+
+
+def test_other_hooks_on_all_optimizers_still_run():
+    """A batch that becomes a leaf, and is gone by the next step, leaves nothing to watch while torch calls hooks."""
+    model, steps = nn.Linear(1, 1), []
+
+    def loss(model, x):
+        return model(x.requires_grad_()).mean()
+
+    trainer = mk.MemoryEfficientTrainingWrapper(model, SGD(model.parameters(), lr=0.1))
+    trainer.train_step(torch.randn(4, 1), loss)
+    with contextlib.ExitStack() as stack:
+        for name in "ab":  # after the first one the hooks are gone through
+            hook = register_optimizer_step_pre_hook(lambda *_, name=name: steps.append(name))
+            stack.callback(hook.remove)
+        for _ in range(2):
+            trainer.train_step(torch.randn(4, 1), loss)
+        other = SGD(nn.Linear(1, 1).parameters(), lr=0.1)
+        other.step()
+    assert steps == ["a", "b"] * 3
