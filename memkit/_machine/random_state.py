@@ -24,6 +24,7 @@ GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, rando
 
 _VERSION = 2
 _NUM_WORDS = 624  # of a Mersenne twister; NumPy stores its position after them, Python before them
+_MANY = 256  # bytes
 _NUM_COMPARED = 4  # the position and the three words next to it
 _PYTHON: Any = getattr(random.getstate, "__self__", None)  # the generator of the module's functions
 
@@ -224,7 +225,7 @@ def restore_host(state: HostRandomState, host: HostState | None = None) -> None:
 
 
 def advance(generators: Iterable[torch.Generator] = ()) -> None:
-    """Draw once from every generator, including NumPy's and Python's global ones, so that the next draws differ."""
+    """Draw from every generator, including NumPy's and Python's global ones, so that the next draws differ."""
     torch.rand(())
     module = _accelerator_module()
     if module is not None:
@@ -235,9 +236,12 @@ def advance(generators: Iterable[torch.Generator] = ()) -> None:
 
 
 def advance_host() -> None:
-    """Draw once from NumPy's and Python's global generators."""
-    np.random.random()  # noqa: NPY002 - user code may draw from the legacy global state
-    random.random()
+    """Draw many numbers from NumPy's and Python's global generators.
+
+    After a few, what is drawn next may be the same: a choice among some discards numbers that are too large.
+    """
+    np.random.bytes(_MANY)  # noqa: NPY002 - user code may draw from the legacy global state
+    random.randbytes(_MANY)
 
 
 def default_generator(device: torch.device) -> torch.Generator | None:

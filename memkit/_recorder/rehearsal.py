@@ -32,6 +32,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -158,6 +159,8 @@ class Rehearsal:
             another order, as where a forward joins labeled rows and three times as many others.
         has_permutations: Whether a permutation was drawn.
         has_draws_for_all: Whether fewer rows drew as many random numbers as all: they belong to no row.
+        has_fewer_draws: Whether fewer rows drew less often: a loop over rows draws for each, and a part's first row got
+            the numbers of the batch's first.
         has_branches: Whether Python branched on the value of a tensor, so that other rows may take the other branch.
         ranked: What operators select by among all rows, as a number for each row, at most `_MOST_RANKED` times.
         counts_in_backward: Whether an embedding that is trained divides a row's gradient by its count in the batch.
@@ -183,7 +186,8 @@ class Rehearsal:
         self.ranked: collections.deque[tuple[float, ...]] = collections.deque(maxlen=_MOST_RANKED)
         self._is_dirty, self.most_elements, self.is_backward = False, 0, False
         self.has_unmatched_draws = self.has_branches = self.has_permutations = False
-        self.has_several_per_row = self.has_draws_for_all = self.counts_in_backward = False
+        self.has_several_per_row = self.has_draws_for_all = self.has_fewer_draws = self.counts_in_backward = False
+        self._num_draws = self._num_draws_of_whole = 0
 
     @contextlib.contextmanager
     def run(
@@ -232,7 +236,11 @@ class Rehearsal:
             stack.enter_context(eagerly())  # nothing is compiled for an inspection
             stack.enter_context(self._finding_others())
             stack.enter_context(_Watch(self, span, rounding))
+            self._num_draws = 0
             yield
+            if span is not None and span.is_whole:
+                self._num_draws_of_whole = self._num_draws
+            self.has_fewer_draws |= 0 < self._num_draws < self._num_draws_of_whole
 
     @contextlib.contextmanager
     def _finding_others(self) -> Iterator[None]:
@@ -358,6 +366,7 @@ class Rehearsal:
         after = generator.get_state()
         if torch.equal(state, after):  # nothing was drawn: dropout with p=0, an operator that need not draw
             return out
+        self._num_draws += 1
         values = _drawn_values(func, out)
         key = (func, str(generator.device), state.numpy().tobytes())
         kept = self._draws.get(key)
@@ -788,6 +797,8 @@ class Attributes:
         if isinstance(value, random_state.GENERATORS):  # late: torch checks for its own in Python
             self._generators.append((value, random_state.generator_state(value)))
             return ()
+        if isinstance(value, LazyModuleMixin) and value.has_uninitialized_params():  # type: ignore[misc]  # torch's protocol
+            return ()  # it stays as its first run leaves it, of another class
         own = self._attributes_of(value)
         self._owners.append((value, own))
         hooks: Sequence[object] = ()

@@ -728,7 +728,8 @@ class Examination:
         errors, norms = _errors(whole, other)
         if (errors <= _TOLERANCE * norms).all():
             return False
-        if self._rehearsal.has_unmatched_draws or self._rehearsal.has_several_per_row:
+        rehearsal = self._rehearsal
+        if rehearsal.has_unmatched_draws or rehearsal.has_several_per_row or rehearsal.has_fewer_draws:
             return True
         # All of torch's draws were repeated. Without them, do NumPy's and Python's still change the gradient?
         hosts = yield from self._run(

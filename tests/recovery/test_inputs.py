@@ -148,3 +148,26 @@ def test_attributes_that_a_model_sets_in_its_batch_are_set_back(is_made):
         return [model.weight.detach(), graph.x - 2 * before]
 
     assert_same(train(fails=True), train(fails=False))
+
+
+@pytest.mark.parametrize("settings", [{}, {"memory": "100MiB"}, {"accumulation_steps": 2}], ids=str)
+def test_lazy_modules_keep_the_sizes_that_a_failed_or_a_trial_run_has_given_them(settings):
+    def train(fails):
+        torch.manual_seed(0)
+        model, has_failed = nn.Sequential(nn.LazyLinear(4), nn.Tanh(), nn.LazyLinear(1)).double(), (ctypes.c_bool * 1)()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        x = torch.randn(6, 3, dtype=torch.float64)
+
+        def loss_fn(model, x):
+            loss = model(x).square().mean()
+            if fails and len(x) == 6 and not has_failed[0]:
+                has_failed[0] = True
+                out_of_memory()
+            return loss
+
+        with mk.MemoryEfficientTrainingWrapper(model, optimizer, **settings) as trainer:
+            for _ in range(2):
+                trainer.train_step(x, loss_fn)
+        return [each.detach() for each in model.parameters()]
+
+    assert_same(train(fails=True), train(fails=False), 1e-13)

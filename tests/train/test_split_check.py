@@ -1196,3 +1196,71 @@ def test_an_interrupt_while_the_batch_is_noted_leaves_no_mode_behind(monkeypatch
             assert caught.traceback
     assert num_modes() == 0
     trainer.train_step(x, mean_square)
+
+
+def verdict_of(loss_fn, rows=6, seed=0, model=None):
+    torch.manual_seed(seed)
+    random.seed(seed)
+    model = model or nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 3)).double()
+    batch = torch.randn(rows, 5, 6, dtype=torch.float64), torch.randint(3, (rows, 5))
+    return mk.train.check_split(model, batch, loss_fn)
+
+
+def loop_over_rows(model, batch):
+    losses = [nn.functional.cross_entropy(model(x), y) for x, y in zip(*batch, strict=True)]
+    return torch.stack(losses).mean()
+
+
+@pytest.mark.parametrize("mixes", [False, True])
+def test_a_loop_over_rows_may_draw_for_each(mixes):
+    """A part's first row draws what the batch's first has drawn, unless the parts go on where the last one ended."""
+
+    def loss_fn(model, batch):
+        loss = loop_over_rows(model, batch)
+        return loss.square() if mixes else loss
+
+    net = nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.3), nn.Linear(16, 3)).double()
+    verdict = verdict_of(loss_fn, model=net)
+    assert verdict.exact is not mixes
+    assert verdict.modules == ()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_choices_by_python_for_each_row_are_repeated(seed):
+    """A choice discards numbers: after one more draw the same ones may follow, as if it drew nothing."""
+
+    def loss_fn(model, batch):
+        ops = [torch.neg, torch.abs, lambda x: x.flip(0), lambda x: 2 * x]
+        rows = torch.stack([random.sample(ops, 1)[0](each) for each in batch[0]])
+        return nn.functional.cross_entropy(model(rows).flatten(0, 1), batch[1].flatten())
+
+    assert verdict_of(loss_fn, seed=seed).exact
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("rows", [4, 8])
+@pytest.mark.parametrize("how", ["topk", "sort", "kthvalue", "mask"])
+def test_the_hardest_half_of_the_rows_is_never_that_of_the_parts(how, rows, seed):
+    """By accident, two equal parts have each half of the hardest half in one check of three."""
+
+    def loss_fn(model, batch):
+        losses = nn.functional.cross_entropy(model(batch[0]).transpose(1, 2), batch[1], reduction="none").mean(1)
+        number = len(losses) // 2
+        if how == "topk":
+            kept = losses.topk(number).values
+        elif how == "sort":
+            kept = losses.sort(descending=True).values[:number]
+        else:
+            limit = losses.kthvalue(len(losses) - number).values
+            kept = losses[losses > limit] if how == "mask" else losses * (losses > limit)
+        return kept.sum() / len(losses)
+
+    assert not verdict_of(loss_fn, rows, seed).exact
+
+
+def test_rows_that_are_sorted_without_effect_may_be_split():
+    def loss_fn(model, batch):
+        losses = nn.functional.cross_entropy(model(batch[0]).transpose(1, 2), batch[1], reduction="none")
+        return losses.flatten().sort().values.mean()
+
+    assert verdict_of(loss_fn, 8).exact
