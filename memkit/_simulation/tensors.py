@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.nn.parameter import is_lazy
+from torch.nn.utils.rnn import PackedSequence
 
 from memkit._core.attributes import attributes_of, has_attributes, set_attributes, slots_content
 from memkit._core.code import global_names
@@ -1042,7 +1043,8 @@ class StandIns:
             self._replaced([value.func, value.args, value.keywords])
         elif type(value) is tuple or (isinstance(value, tuple) and hasattr(value, "_make")):
             make = getattr(value, "_make", tuple)  # a named tuple's own
-            return make(self._replaced(item) for item in value)
+            known = value.batch_sizes if isinstance(value, PackedSequence) else None  # which C++ reads on the host
+            return make(item if item is known else self._replaced(item) for item in value)
         elif not isinstance(value, (type, dict, list)) and holds_values(value) and has_attributes(value):
             self._replace_attributes(value)
         return value

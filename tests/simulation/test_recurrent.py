@@ -3,7 +3,7 @@
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils.rnn import pack_padded_sequence
+from torch.nn.utils.rnn import pack_padded_sequence, pack_sequence
 
 import memkit as mk
 from benchmarks.gpu.observe import Ledger
@@ -165,3 +165,27 @@ def test_a_layer_that_runs_out_leaves_nothing_behind():
         with pytest.raises(torch.OutOfMemoryError):
             layer(x)
         assert gpu.allocated_bytes == before
+
+
+def test_rows_that_were_packed_before_the_step():
+    """C++ reads on the host how many rows each time has."""
+    net, head = nn.LSTM(5, 6), nn.Linear(6, 3)
+    model = nn.ModuleDict({"net": net, "head": head})
+    rows = pack_sequence([torch.randn(size, 5) for size in (40, 30, 50, 20)], enforce_sorted=False)
+    batch, optimizer = (rows, torch.randint(3, (4,))), torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def loss_fn(model, batch):
+        return nn.functional.cross_entropy(model["head"](model["net"](batch[0])[1][0][-1]), batch[1])
+
+    def step():
+        loss_fn(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    estimate = mk.estimate_memory_usage(model, batch, loss_fn, optimizer=optimizer)
+    step()
+    with mk.Tracker(device="cpu") as tracker:
+        step()
+    assert estimate.doubts == ()
+    assert abs(estimate.peak_bytes - tracker.peak_bytes) <= 64
+    assert mk.estimate_memory_usage(model, batch, loss_fn, optimizer=optimizer, target="T4").fits("T4")
