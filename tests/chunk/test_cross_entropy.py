@@ -11,7 +11,7 @@ from hypothesis import given, strategies as st
 from torch import nn
 
 import memkit as mk
-from memkit._core.errors import InputError
+from memkit._core.errors import InputError, InputTypeError
 from memkit._torch.versions import parse
 from memkit.chunk.cross_entropy import choose_chunk_size, chunked_linear_cross_entropy
 from tests.allocations import trace_allocations
@@ -248,3 +248,10 @@ def test_a_language_model_of_real_text_trains_alike():
     chunked = train(lambda *inputs: chunked_linear_cross_entropy(*inputs, chunk_size=50))
     torch.testing.assert_close(chunked, train(whole), rtol=1e-10, atol=0)
     assert chunked[-1] < 0.9 * chunked[0]
+
+
+def test_a_list_of_targets_is_refused():
+    x, weight = torch.randn(3, 4), torch.randn(5, 4)
+    assert_refused(
+        lambda: chunked_linear_cross_entropy(x, weight, [1, 2, 3]), InputTypeError, "targets as a list", "as_tensor"
+    )
