@@ -188,6 +188,8 @@ TWINS = (
     Twin("chunked_loss", "the same, Liger's rows in memkit too", "cross_entropy/0/modes", "memkit, Liger's rows",
          {"Liger's method, its own rows": ""}),
     Twin("chunked_loss", "the same, 4,096 tokens, width 512", "cross_entropy/11/modes", "memkit", HEAD),
+    Twin("chunked_loss", "the first, with seven in ten targets ignored", "prompts ignored/modes", "memkit",
+         {"torch, its own rows": TORCH, "torch, memkit's rows": TORCH, "Liger's method, its own rows": ""}),
     Twin("deep_stack", "12 blocks, all run again", "", "memkit, all blocks full",
          {f"torch checkpoint_sequential, {num} segments": TORCH for num in (12, 4)}),
     Twin("block_treatments", "U-Net, blocks run again", "cases/U-Net, 5 levels", "full",

@@ -28,6 +28,7 @@ from tests.allocations import trace_allocations
 NUM_ROWS = 50_000
 CHUNK_SIZE = 2048
 ROUNDS = 5
+IGNORED = 0.7  # share of the tokens whose targets are ignored, as prompts are where a model learns to answer
 MUST = (1024, 128, 32_000)
 SIZES = [MUST, *((t, h, v) for v in (1000, 32_000) for t in (256, 1024, 4096) for h in (128, 512) if (t, h, v) != MUST)]
 
@@ -163,12 +164,12 @@ def measure(losses: dict[str, Loss], leaves: list[Tensor], rounds: int) -> dict[
     return figures
 
 
-def measure_head(size: tuple[int, int, int]) -> dict[str, object]:
+def measure_head(size: tuple[int, int, int], ignored: float = 1 / 7) -> dict[str, object]:
     num_rows, width, num_classes = size
     x = torch.randn(num_rows, width, requires_grad=True)
     weight = (torch.randn(num_classes, width) * 0.02).requires_grad_()
     targets = torch.randint(num_classes, (num_rows,))
-    targets[::7] = -100
+    targets[torch.arange(num_rows) * ignored % 1 < ignored] = -100
     rows = choose_chunk_size(num_rows, num_classes, width, itemsize=4)
     losses = {name: functools.partial(loss, x, weight, targets) for name, loss in head_losses(size, rows).items()}
     is_large = num_rows * width * num_classes > 6e9
@@ -188,9 +189,10 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     figures = {"rows": measure(*row_losses(), ROUNDS), "cross_entropy": [measure_head(size) for size in SIZES]}
+    figures["prompts ignored"] = measure_head(MUST, IGNORED)
     for name, row in figures["rows"].items():
         print(f"{name:32} {row}")
-    for each in figures["cross_entropy"]:
+    for each in (*figures["cross_entropy"], figures["prompts ignored"]):
         print({key: value for key, value in each.items() if key != "modes"})
         for name, row in each["modes"].items():
             print(f"    {name:32} {row}")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal, NoReturn
 
 import torch
@@ -15,11 +15,15 @@ from memkit._core.settings import Checker
 from memkit._core.words import guided
 from memkit._gradients.captured import UNSHARDED
 from memkit._gradients.streamed import Gradients, accumulator_dtype, with_gradients
+from memkit._machine.devices import is_capturing
 from memkit._torch.compiler import runs_eagerly
+from memkit._torch.dispatch import fake_mode
+from memkit.chunk.assembly import ChunkRows
 from memkit.chunk.loss import check_row_reduction
 from memkit.chunk.sizing import ChunkSize, check_chunk_size, is_auto
 
 _MIN_LOGITS_BYTES = 2**20  # measured: smaller chunks are dominated by operator call overhead
+_MOST_COUNTED = 0.75  # of the rows, if the others are left out
 _MIN_ROWS = 64  # measured: with fewer rows, reading and writing the weight's gradient outweighs the product
 
 
@@ -57,7 +61,8 @@ def chunked_linear_cross_entropy(
         weight: (V, H).
         targets: Class indices (...), int64.
         bias: (V,), or None.
-        ignore_index: Targets with this value are ignored.
+        ignore_index: Targets with this value are ignored. Where they are a quarter of all or more, their logits are not
+            computed (to count them waits for the device).
         reduction: ``"mean"`` over the targets that count, or ``"sum"``.
         label_smoothing: Between 0 and 1, as in `torch.nn.functional.cross_entropy`.
         chunk_size: Rows whose logits exist at a time. ``"auto"`` or None: these logits take half the memory of the
@@ -125,7 +130,7 @@ def chunked_linear_cross_entropy(
         label_smoothing=label_smoothing,
         chunk_size=check_chunk_size(call, chunk_size),
         dtype=torch.get_autocast_dtype(x.device.type) if is_autocast else x.dtype,
-    )
+    ).without_ignored()
     inputs = [x, weight] if bias is None else [x, weight, bias]
     try:
         total = with_gradients(problem.solve, inputs, call=call)
@@ -172,6 +177,27 @@ class _Problem:
     label_smoothing: float
     chunk_size: int
     dtype: torch.dtype
+    counted: Tensor | None = None  # int64, the numbers of the rows that are computed; None for all
+
+    def without_ignored(self) -> _Problem:
+        """Return the problem of the rows that are not ignored, if that is much less work and no more memory."""
+        if fake_mode() is not None or is_capturing():
+            return self  # how many there are is not known
+        counted = self.is_counted.squeeze(1).nonzero().squeeze(1)
+        if len(counted) > _MOST_COUNTED * len(self.x):
+            return self
+        # A chunk's rows are copied, and their gradient too: the fewer logits make room for both.
+        wide, width, num_classes = accumulator_dtype(self.dtype).itemsize, self.x.shape[1], len(self.weight)
+        room = min(self.chunk_size, len(self.x)) * num_classes * wide - counted.nbytes
+        chunk_size = room // (num_classes * wide + 2 * width * self.x.itemsize)
+        return replace(self, counted=counted, chunk_size=chunk_size) if 2 * chunk_size >= self.chunk_size else self
+
+    def _chunks(self) -> Iterator[ChunkRows]:
+        num_rows = len(self.x) if self.counted is None else len(self.counted)
+        for start in range(0, num_rows, self.chunk_size):
+            length = min(self.chunk_size, num_rows - start)
+            numbers = None if self.counted is None else self.counted.narrow(0, start, length)
+            yield ChunkRows(start, length, numbers)
 
     def solve(self, needs: Sequence[bool]) -> tuple[Tensor, Gradients]:
         """Return the sum and, where needed, the gradients of x, weight and bias."""
@@ -181,24 +207,22 @@ class _Problem:
             for each, is_needed in zip((self.x, self.weight, self.bias), needs, strict=False)
             if each is not None
         ]
-        num_rows, num_classes = len(self.x), len(self.weight)
-        buffer = self.x.new_empty(min(self.chunk_size, num_rows), num_classes, dtype=wide)
+        buffer = self.x.new_empty(min(self.chunk_size, len(self.x)), len(self.weight), dtype=wide)
         total = buffer.new_zeros(())
         with torch.no_grad(), torch.autocast(self.x.device.type, enabled=False):
             weight = self.weight.to(self.dtype)
-            for start in range(0, num_rows, self.chunk_size):
-                part = slice(start, start + self.chunk_size)
-                x = self.x[part].to(self.dtype)
-                logits = buffer[: len(x)]
+            for rows in self._chunks():
+                x = rows.of(self.x).to(self.dtype)
+                logits = buffer[: rows.length]
                 _multiply_into(logits, x, weight.t())
-                total += self._loss(logits, part, with_gradient=any(needs))
+                total += self._loss(logits, rows, with_gradient=any(needs))
                 if any(needs):
-                    _add_gradients(gradients, part, logits, x, weight)
+                    _add_gradients(gradients, rows, logits, x, weight)
         return total, gradients
 
-    def _loss(self, logits: Tensor, part: slice, *, with_gradient: bool) -> Tensor:
+    def _loss(self, logits: Tensor, rows: ChunkRows, *, with_gradient: bool) -> Tensor:
         """Return a chunk's loss; overwrite ``logits`` with its gradient, if wanted."""
-        index, is_counted = self.index[part], self.is_counted[part]
+        index, is_counted = rows.of(self.index), rows.of(self.is_counted)
         smooth, num_classes = self.label_smoothing, logits.shape[1]
         if self.bias is not None:
             logits += self.bias
@@ -216,12 +240,15 @@ class _Problem:
         return (normalizer.log() - expected).where(is_counted, 0).sum()
 
 
-def _add_gradients(gradients: Gradients, part: slice, logits: Tensor, x: Tensor, weight: Tensor) -> None:
+def _add_gradients(gradients: Gradients, rows: ChunkRows, logits: Tensor, x: Tensor, weight: Tensor) -> None:
     """Add a chunk's gradients; ``logits`` holds the gradient of its logits."""
     of_x, of_weight, *of_bias = gradients
     products = logits.to(x.dtype)
     if of_x is not None:
-        _multiply_into(of_x[part], products, weight)
+        if rows.numbers is None:
+            _multiply_into(rows.of(of_x), products, weight)
+        else:
+            of_x.index_copy_(0, rows.numbers, (products @ weight).to(of_x.dtype))
     if of_weight is not None:
         if of_weight.dtype == x.dtype:
             of_weight.addmm_(products.t(), x)

@@ -31,6 +31,7 @@ from memkit._gradients.streamed import (
     spans,
     without_hooks,
 )
+from memkit._machine.devices import is_capturing
 from memkit._recovery.attempt import Done, Failed, attempt
 from memkit._tape.kept import KeptResults
 from memkit._tape.references import Run
@@ -422,7 +423,9 @@ class ChunkedCall:
 
         The others' share of all gradients is zero. They must run again if random numbers belong to them.
         """
-        if not self.assembly.passes_few or self._draws or gradients[0] is None or fake_mode() is not None:
+        if not self.assembly.passes_few or self._draws or gradients[0] is None:
+            return None
+        if fake_mode() is not None or is_capturing():
             return None
         # The mask takes no more than is spared: a chunk that leaves out rows is half as large.
         if self._num_rows > self.chunk_size // 2 * gradients[0][:1].nbytes:

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, strategies as st
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import memkit as mk
 from memkit._core.errors import InputError, InputTypeError
@@ -255,3 +256,60 @@ def test_a_list_of_targets_is_refused():
     assert_refused(
         lambda: chunked_linear_cross_entropy(x, weight, [1, 2, 3]), InputTypeError, "targets as a list", "as_tensor"
     )
+
+
+def masked(share, rows=400, width=16, num_classes=300):
+    torch.manual_seed(0)
+    x = torch.randn(rows, width, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(num_classes, width, dtype=torch.float64, requires_grad=True)
+    targets = torch.randint(num_classes, (rows,))
+    targets[torch.randperm(rows)[: round(share * rows)]] = -100
+    return x, weight, targets
+
+
+@pytest.mark.parametrize("chunk_size", [1, 60, 400, "auto"])
+@pytest.mark.parametrize("share", [0.2, 0.3, 0.9, 0.9975])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_gradients_without_the_ignored_rows_are_torchs(share, chunk_size, smoothing):
+    x, weight, targets = masked(share)
+    loss = chunked_linear_cross_entropy(x, weight, targets, chunk_size=chunk_size, label_smoothing=smoothing)
+    expected = whole(x, weight, targets, label_smoothing=smoothing)
+    same(loss, expected)
+    same(torch.autograd.grad(loss, (x, weight)), torch.autograd.grad(expected, (x, weight)))
+
+
+@pytest.mark.parametrize("num_classes", [300, 64])
+@pytest.mark.parametrize("chunk_size", [20, 100, 400])
+def test_ignored_rows_take_no_time_and_no_memory(chunk_size, num_classes):
+    def run(share):
+        x, weight, targets = masked(share, num_classes=num_classes)
+
+        def step():
+            loss = chunked_linear_cross_entropy(x, weight, targets, chunk_size=chunk_size)
+            return torch.autograd.grad(loss, (x, weight))
+
+        step()
+        with FlopCounterMode(display=False) as count:
+            step()
+        return count.get_total_flops(), trace_allocations(step).peak
+
+    (all_flops, all_peak), (some_flops, some_peak) = run(0.0), run(0.75)
+    assert all_flops == 4 * some_flops
+    assert some_peak <= all_peak
+
+
+def test_an_estimate_takes_all_rows():
+    x, _, targets = masked(0.75)
+    model = nn.Linear(16, 300, bias=False).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def loss_fn(model, batch):
+        return chunked_linear_cross_entropy(batch[0], model.weight, batch[1], chunk_size=100)
+
+    batch = x.detach(), targets
+    estimate = mk.estimate_memory_usage(model, batch, loss_fn, optimizer=optimizer)
+    assert estimate.doubts == ()
+    with mk.Tracker(device="cpu") as tracker:
+        loss_fn(model, batch).backward()
+        optimizer.step()
+    assert 0.9 * estimate.peak_bytes < tracker.peak_bytes <= estimate.peak_bytes
