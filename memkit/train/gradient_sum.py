@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -116,7 +117,7 @@ class GradientSum:
         self._caller = caller
         self.optimizers = list_optimizers(optimizer, caller)
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
-        self._parameters = list_parameters(self.optimizers)
+        self._parameters = self._trainable = list_parameters(self.optimizers)
         check = Checker(caller.kind)
         check.choice("objective", objective, ("mean", "sum"), fix="pass objective='mean'.")
         check.choice("accumulate_dtype", sum_dtype, (None, torch.float32), fix="pass accumulate_dtype=torch.float32.")
@@ -191,7 +192,7 @@ class GradientSum:
         factor = 0.0 if is_nothing else 1.0
         if reduction == "mean":
             factor = float(weight)
-        if (factor and self._parameters) or self.shards:  # the other shards wait for this rank's backward
+        if (factor and self._trainable) or self.shards:  # the other shards wait for this rank's backward
             factor /= self.predivisor or 1.0
             self._backward(loss, factor, retain_graph=retain_graph, all_or_nothing=all_or_nothing)
         self._count = self._count + weight
@@ -244,6 +245,7 @@ class GradientSum:
             Whether an optimizer actually stepped, and whether no rank has more data.
         """
         self._check()
+        self._check_lost()
         num_steps = self.num_steps
         try:
             all_are_done = self._end(then, is_last=is_last)
@@ -372,15 +374,13 @@ class GradientSum:
         scaled = self._scaler.scale(loss) if self._scaler else loss
         root = None if weight == 1.0 else torch.full_like(scaled, weight)
         if all_or_nothing and self._only_own and not self._has_hooks_for_backward():
-            gradients = torch.autograd.grad(
-                scaled, self._parameters, root, retain_graph=retain_graph, allow_unused=True
-            )
+            gradients = torch.autograd.grad(scaled, self._trainable, root, retain_graph=retain_graph, allow_unused=True)
             self.is_torn = True
-            add_gradients(self._parameters, gradients)
+            add_gradients(self._trainable, gradients)
         else:
             self.is_torn = True
             if self._only_own:
-                accumulate_gradients(scaled, root, self._parameters, retain_graph=retain_graph)
+                accumulate_gradients(scaled, root, self._trainable, retain_graph=retain_graph)
             else:
                 torch.autograd.backward(scaled, root, retain_graph=retain_graph)
         self._has_gradients = have_gradients(self._parameters)  # the loss may not depend on them
@@ -391,6 +391,23 @@ class GradientSum:
         if self.ranks is None and has_accumulate_hooks(self._parameters):
             warn_of_accumulate_hooks(self._caller)
 
+    def _take_in(self, trainable: list[nn.Parameter]) -> None:
+        """Take in parameters unfrozen or added since the last micro-batch; those frozen since step with what they have.
+
+        Args:
+            trainable: All that now get gradients.
+        """
+        known = set(map(id, self._parameters))
+        joined = [each for each in trainable if id(each) not in known]
+        if self._only_own and have_gradients(joined):  # else an earlier backward of the group has reached them
+            self._drop(joined, is_foreign=True)
+        self._parameters, self._trainable = [*self._parameters, *joined], trainable
+
+    def _drop(self, parameters: Sequence[nn.Parameter], *, is_foreign: bool) -> None:
+        if is_foreign:
+            warn_of_foreign_gradients(self._caller)
+        clear_gradients(parameters, self._sum_dtype)
+
     def _has_hooks_for_backward(self) -> bool:
         return has_accumulate_hooks(self._parameters) or have_hooks_together(self._parameters)
 
@@ -398,35 +415,44 @@ class GradientSum:
         """Check for foreign gradients before the first backward, and for our own before a later one."""
         self._check()
         if self.num_microbatches == 0:
-            parameters = self._parameters = list_parameters(self.optimizers)  # a parameter group may have been added
+            parameters = self._parameters = self._trainable = list_parameters(self.optimizers)  # they may have changed
             if parameters and accumulate_hooks(parameters[0]):
                 check_steps_later(self.optimizers, self._caller)
             if have_gradients(parameters):
-                if not self._has_leftovers:
-                    warn_of_foreign_gradients(self._caller)
-                clear_gradients(self._parameters, self._sum_dtype)
+                self._drop(parameters, is_foreign=not self._has_leftovers)
             self._has_leftovers = True  # until the step clears them: an interrupt may come first
             if self._watches_steps:
                 self._watch()
             return
-        if self._marks is not None and gradient_marks(self._parameters) != self._marks:
-            refuse_changed_gradients(self._caller)
+        if self._marks is None or gradient_marks(self._parameters) != self._marks:
+            self._refuse_changes()
         if not self._has_seen_hooks:
             self._look_for_hooks()
         if self._factor is not None:
             self._unsettle(self._factor)
+        trainable = list_parameters(self.optimizers)
+        if len(trainable) != len(self._trainable) or not all(map(operator.is_, trainable, self._trainable)):
+            self._take_in(trainable)
         if self._sum_dtype is not None:
             # The first gradient keeps its parameter's dtype: there is no sum yet, and fully_shard supports no other.
             widen_gradients(self._parameters, self._sum_dtype)
 
     def _check(self) -> None:
-        """Refuse to continue after `close`, after half a backward, or with gradients that were zeroed."""
+        """Refuse to continue after `close`, or after half a backward."""
         if self._is_closed:
             refuse_closed(self._caller.kind)
         if self.is_torn:
             refuse_torn(self._caller)
+
+    def _check_lost(self) -> None:
+        """Refuse to continue with gradients that were zeroed."""
         if self._has_gradients and not have_gradients(self._parameters):
             refuse_lost_gradients(self.num_microbatches, self._caller)
+
+    def _refuse_changes(self) -> None:
+        self._check_lost()
+        if self._marks is not None:
+            refuse_changed_gradients(self._caller)
 
     def _end(self, then: Actions, *, is_last: bool) -> bool:
         total = float(self._count)

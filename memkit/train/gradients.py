@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+import operator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,9 +24,15 @@ def as_list(optimizer: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
     return list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
 
 
+_is_trainable: Callable[[torch.Tensor], bool] = operator.attrgetter("requires_grad")
+
+
 def list_parameters(optimizers: Sequence[Optimizer]) -> list[nn.Parameter]:
     """List the trainable parameters of the optimizers, each once."""
-    listed = [p for each in optimizers for group in each.param_groups for p in group["params"] if p.requires_grad]
+    listed: list[nn.Parameter] = []
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            listed += filter(_is_trainable, group["params"])
     unique = set(map(id, listed))
     return listed if len(unique) == len(listed) else list({id(parameter): parameter for parameter in listed}.values())
 

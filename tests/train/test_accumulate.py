@@ -1004,6 +1004,64 @@ class TestChangedGradients:
         assert accumulator.step()
 
 
+def unfreeze_head(model, optimizer):
+    model[2].requires_grad_(True)
+
+
+def add_head(model, optimizer):
+    optimizer.add_param_group({"params": list(model[2].parameters())})
+
+
+def freeze_stem(model, optimizer):
+    model[0].requires_grad_(False)
+
+
+class TestParametersThatJoinOrLeave:
+    """Parameters are unfrozen, added or frozen between two micro-batches: the group's step is the plain loop's."""
+
+    @staticmethod
+    def train(change, at, *, way, **settings):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+        if change is unfreeze_head:
+            model[2].requires_grad_(False)
+        optimizer = torch.optim.SGD(model[0].parameters() if change is add_head else model.parameters(), lr=0.1)
+        accumulator = mk.GradientAccumulator(optimizer, accumulation_steps=2)
+        for number, x in enumerate(torch.randn(4, 3, 6, dtype=torch.float64)):
+            if number == at:
+                change(model, optimizer)
+                model[2].zero_grad() if change is add_head and way == "plain" else None
+            loss = model(x).square().mean()
+            if way == "plain":
+                (loss / 2).backward()
+                if number % 2:
+                    optimizer.step()
+                    optimizer.zero_grad()
+            else:
+                accumulator.backward(loss, count=3, **settings)
+                accumulator.step()
+        return dict(model.named_parameters())
+
+    @pytest.mark.parametrize("settings", [{}, {"all_or_nothing": True}], ids=str)
+    @pytest.mark.parametrize("at", [1, 2, None])  # in the middle of a group, at the start of one, never
+    @pytest.mark.parametrize("change", [unfreeze_head, add_head, freeze_stem])
+    def test_train_as_in_the_plain_loop(self, change, at, settings):
+        found = self.train(change, at, way="memkit", **settings)
+        torch.testing.assert_close(found, self.train(change, at, way="plain"), rtol=1e-12, atol=1e-14)
+
+    def test_gradients_that_they_bring_are_dropped_with_a_warning(self):
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)).double()
+        optimizer = torch.optim.SGD(model[0].parameters(), lr=0.0)
+        accumulator = mk.GradientAccumulator(optimizer, accumulation_steps=2)
+        x = torch.ones(1, 2, dtype=torch.float64)
+        accumulator.backward(model(x).sum())
+        model[1](x).sum().backward()
+        optimizer.add_param_group({"params": list(model[1].parameters())})
+        with pytest.warns(mk.MemkitWarning, match="gradients that another backward"):
+            accumulator.backward(model(x).sum())
+        torch.testing.assert_close(model[1].bias.grad, torch.full((1,), 0.5, dtype=torch.float64))
+
+
 @pytest.mark.parametrize("num_more", [0, 1])
 def test_code_before_the_step_sees_the_groups_mean(num_more):
     model, x, y, _ = make_problem()
