@@ -60,7 +60,16 @@ from memkit._torch.modules import (
 from memkit._torch.operators import schema_of
 from memkit._torch.optimizers import own_attributes
 from memkit._torch.ranks import gathered_parameters
-from memkit._torch.tensors import as_integers, bit_sums, is_view, leaf_gradient, storage_key, version_of
+from memkit._torch.tensors import (
+    accumulate_hooks,
+    as_integers,
+    bit_sums,
+    hooks_of,
+    is_view,
+    leaf_gradient,
+    storage_key,
+    version_of,
+)
 
 _MAX_OBJECTS = 10_000  # searched for attributes that a forward may change
 _MAX_ITEMS = 4096  # of a list or dict that is searched for such objects
@@ -691,7 +700,7 @@ class Attributes:
         self._leaves: list[tuple[Tensor, bool]] = []
         self._arrays: list[_HeldArray] = []
         self._containers = list(containers)
-        self._hooks: list[tuple[dict[int, Any], dict[int, Any]]] = []  # of modules, beside what they were
+        self._hooks: list[tuple[dict[int, Any], dict[int, Any]]] = []  # of modules and tensors, beside what they were
         self._seen: set[int] = set()
         self._of_hooks: set[int] = set()  # optimizers of which only their own attributes are saved
         modules = [each for each in roots if isinstance(each, nn.Module)]
@@ -791,7 +800,8 @@ class Attributes:
             )
             own = {} if isinstance(value, FakeTensor) else dict(vars(value))  # p.num_steps, as some averages keep it
             self._owners += [(value, own)] if own else []
-            return list(own.values())
+            registered = [each for each in (hooks_of(value), accumulate_hooks(value)) if each]
+            return [*own.values(), *(self._note_hooks(registered) if registered else ())]
         if isinstance(value, np.ndarray):
             return self._note_array(value)
         if isinstance(value, random_state.GENERATORS):  # late: torch checks for its own in Python
@@ -801,12 +811,15 @@ class Attributes:
             return ()  # it stays as its first run leaves it, of another class
         own = self._attributes_of(value)
         self._owners.append((value, own))
-        hooks: Sequence[object] = ()
-        if isinstance(value, nn.Module):
-            registered = [each for name in HOOKS if (each := vars(value).get(name)) is not None]
-            self._hooks += [(each, dict(each)) for each in registered]
-            hooks = _hooks_of(value)
+        of_module = HOOKS if isinstance(value, nn.Module) else ()
+        hooks = self._note_hooks([each for name in of_module if (each := vars(value).get(name)) is not None])
         return [*own.values(), *hooks, type(value)]
+
+    def _note_hooks(self, registered: Sequence[dict[int, Any]]) -> Sequence[object]:
+        """Save which hooks there are; return the user's, which may keep statistics, not those of installed packages."""
+        self._hooks += [(each, dict(each)) for each in registered]
+        hooks = [hook for each in registered for hook in each.values()]
+        return [each for each in hooks if is_users_module(_home_of(each))]
 
     def _note_gradient(self, value: object) -> Sequence[object]:
         but_of = self._of_training["gradients_but_of"]
@@ -1365,12 +1378,6 @@ def _set_back_hooks(hooks: dict[int, Any], before: dict[int, Any]) -> None:
 def _package_of(hook: object) -> str:
     home = _home_of(hook)
     return "" if home is None else home.__name__.partition(".")[0]
-
-
-def _hooks_of(module: nn.Module) -> list[object]:
-    """Return the user's hooks on a module, which may keep statistics; not those of installed packages."""
-    hooks = [each for name in HOOKS for each in vars(module).get(name, {}).values()]
-    return [each for each in hooks if is_users_module(_home_of(each))]
 
 
 def _home_of(hook: object) -> types.ModuleType | None:

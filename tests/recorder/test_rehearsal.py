@@ -774,6 +774,35 @@ def test_hooks_that_a_forward_registers_are_undone_with_its_flag(run):
     assert_same([model(x)], [2 * nn.functional.linear(x, model.layer.weight, model.layer.bias)])
 
 
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+@pytest.mark.parametrize("run", [*RUNS, "out of memory in backward", "parts"])
+@pytest.mark.filterwarnings("ignore:.*(out of memory|splitting|could not be checked|post_accumulate)")
+def test_what_hooks_on_parameters_count_is_undone(run, register):
+    """A warm-up of one layer's gradient would run ahead of the steps."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3)).double(), torch.randn(8, 4, dtype=torch.float64)
+    optimizer, num_calls, backwards = torch.optim.SGD(model.parameters(), lr=0.1), 0, itertools.count()
+
+    def count(_):
+        nonlocal num_calls
+        num_calls += 1
+
+    def fail(*_):
+        if next(backwards) == 0:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB (a planted fault).")
+
+    getattr(model[1].weight, register)(count)  # its gradient is there before the first layer's
+    if run == "parts":
+        wrapper(model, optimizer, None, None, accumulation_steps=2).train_step(x, mean_square)
+    elif run == "out of memory in backward":
+        model[0].register_forward_hook(lambda module, args, output: output.register_hook(fail) and None)
+        wrapper(model, optimizer, None, None).train_step(x, compares_rows)
+        assert next(backwards) > 1
+    else:
+        RUNS[run](model, optimizer, x)
+    assert num_calls == {"check": 0, "estimate": 0, "prepare": 0, "parts": 2}.get(run, 1)
+
+
 @pytest.mark.parametrize(
     "make",
     [
