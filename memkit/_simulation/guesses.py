@@ -3,9 +3,9 @@
 The methods by which code reads them are at the end, as `READING`.
 
 A tensor without data answers with 1, or False. The answer is a number that knows it is a guess: arithmetic with it
-makes more guesses, conversion to text does not count, and a comparison, a condition or a conversion that loses this
-knowledge is noted with its line. So is a number that passes into code where it cannot be followed, unless the source
-shows that it becomes text or a sum.
+makes more guesses, conversion to text counts only where the text decides something, and a comparison, a condition or a
+conversion that loses this knowledge is noted with its line. So is a number that passes into code where it cannot be
+followed, unless the source shows that it becomes text or a sum.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch
 from memkit._core.printable import counted
 from memkit._core.units import format_bytes
 from memkit._recorder.recorder import StepPosition
-from memkit._simulation.uses import Site, Use, operation_of, site_of
+from memkit._simulation.uses import Site, Use, is_caught, operation_of, site_of
 from memkit._torch.dispatch import no_dispatch
 from memkit._torch.fake import FakeTensor
 from memkit._torch.files import WRAPPERS
@@ -268,8 +268,15 @@ class Guesses(Counter[str]):
 
     def is_whole(self, line: str) -> None:
         """Note an integer: it may bound a loop or slice a list, which cannot be observed in Python."""
-        if _site().use in (Use.RETURNED, Use.UNKNOWN):
+        site = _site()
+        if site.use in (Use.RETURNED, Use.UNKNOWN) or (site.is_lost and site.use is Use.BRANCH):
             self._note_number(line)
+
+    def shown(self, line: str, text: str) -> str:
+        """Note an answer that becomes text, if the source shows that this text decides something."""
+        if _site().is_lost:
+            self.converted(line, None)
+        return text
 
     def converted(self, line: str, number: Any) -> Any:
         """Note an answer that becomes a number which cannot be followed."""
@@ -279,6 +286,11 @@ class Guesses(Counter[str]):
         elif use is not Use.TEXT:
             self._note_number(line)  # a branch too: the comparison of a plain number cannot be turned around
         return number
+
+    def described(self) -> None:
+        """Note a tensor that becomes text, if the source shows that this text decides something."""
+        if _site().is_lost:
+            self._note_number(self.note("Tensor.__repr__"))
 
     def _branched(self, site: Site, line: str, *, natural: bool, contrary: bool) -> bool:
         if site.use is Use.TEXT:
@@ -323,7 +335,7 @@ def _site() -> Site:
     frame = _frame()
     file = frame.f_code.co_filename
     if file.startswith(_ASSERTING):
-        return Site(Use.GUARD, passing=True)
+        return Site(Use.BRANCH) if is_caught(frame, AssertionError) else Site(Use.GUARD, passing=True)
     is_harmless = file.startswith(str(_MEMKIT)) and not file.startswith(_SIZING)
     return Site(Use.TEXT) if is_harmless else site_of(frame)
 
@@ -406,6 +418,7 @@ _ARITHMETIC = {
 }
 _COMPARISONS = {f"__{name}__" for name in ["lt", "le", "gt", "ge", "eq", "ne", "bool"]}
 _CONVERSIONS = {"__int__", "__float__"}
+_SHOWING = {"__repr__", "__format__"}
 
 
 def _follow(kind: Any, base: type) -> None:
@@ -420,7 +433,11 @@ def _follow(kind: Any, base: type) -> None:
     def conversion(method: Any) -> Any:
         return lambda self: self.guesses.converted(self.line, method(self))
 
-    for names, make in ((_ARITHMETIC, arithmetic), (_COMPARISONS, comparison), (_CONVERSIONS, conversion)):
+    def showing(method: Any) -> Any:
+        return lambda self, *how: self.guesses.shown(self.line, method(self, *how))
+
+    made = (_ARITHMETIC, arithmetic), (_COMPARISONS, comparison), (_CONVERSIONS, conversion), (_SHOWING, showing)
+    for names, make in made:
         for name in names & vars(base).keys():
             setattr(kind, name, make(getattr(base, name)))
 
@@ -518,6 +535,16 @@ def _formatting(original: Any) -> Any:
     return shown
 
 
+def _describing(original: Any) -> Any:
+    @wraps(original)
+    def described(self: Any, **how: Any) -> str:
+        if (guesses := _guesses_of(self)) is not None:
+            guesses.described()
+        return str(original(self, **how))
+
+    return described
+
+
 def _array(original: Any) -> Any:
     @wraps(original)
     def numpy(self: Any, *, force: bool = False) -> Any:
@@ -550,5 +577,6 @@ READING: dict[str, Callable[[Any], Any]] = {
     "tolist": _listing,
     "numpy": _array,
     "__format__": _formatting,
+    "__repr__": _describing,
 }
 """Methods of tensors without data that read numbers: by name, a function that wraps torch's own method."""

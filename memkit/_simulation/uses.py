@@ -1,21 +1,25 @@
 """Analysis of source code: how it uses a number that it reads from a tensor.
 
-A number that becomes text or is added up does not matter; one that is compared, bounds a loop or passes into code where
-it cannot be followed may affect memory use. The use is found in the file's syntax tree, by the position of the running
-instruction; names are followed within their function, attributes within their file.
+A number that is added up or becomes text does not matter, unless the text decides a branch or becomes a number again;
+one that is compared, bounds a loop or passes into code where it cannot be followed may affect memory use. A check that
+raises an error decides a branch if the step catches that error. The use is found in the file's syntax tree, by the
+position of the running instruction; names are followed within their function, attributes within their file.
 """
 
 from __future__ import annotations
 
 import ast
+import builtins
 import dis
 import linecache
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from functools import lru_cache
 from itertools import islice
+from pathlib import Path
 from types import FrameType
+from typing import Any
 
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.Module)
 _CONDITIONAL = (ast.If, ast.While, ast.Assert)
@@ -27,6 +31,7 @@ _WRITING = frozenset(
     | {"set_postfix", "set_postfix_str", "set_description"}
     | {"Loss"}  # memkit's own, which divides by the number
 )
+_TEXTS = frozenset({"str", "repr", "format"})  # those of them whose result is the text
 # Calls whose result is a number computed from their arguments.
 _NUMBERS = frozenset(
     {"float", "int", "bool", "abs", "round", "sum", "min", "max", "mean", "median", "fmean", "len", "item", "divmod"}
@@ -35,8 +40,11 @@ _NUMBERS = frozenset(
 _LOSING = frozenset(
     {"exp", "log", "log2", "log10", "sqrt", "pow", "tensor", "as_tensor", "full", "full_like", "fill_", "new_tensor"}
 )
-_LOST = "(lost)"  # a marker among the followed names
+_OF_TEXT = frozenset({"float", "int"})  # calls that turn a text into a number again
+_LOST, _AS_TEXT = "(lost)", "(text)"  # markers among the followed names
 _FINITE = frozenset({"isnan", "isinf", "isfinite"})  # checks that a healthy training run always passes
+_TRIES = (ast.Try, getattr(ast, "TryStar", ast.Try))
+_RUNNING = str(Path(__file__).parent)  # the code that runs the step
 _ADDING = frozenset({"append", "add", "extend", "insert", "appendleft"})
 
 
@@ -65,19 +73,74 @@ class Site:
     Attributes:
         use: Use of the value.
         passing: For a GUARD that tests the value itself: the value required for the run to continue; None if unknown.
-        is_lost: Whether a C function turns it into another number or a tensor, where it cannot be followed.
+        is_lost: Whether a C function turns it into another number, a tensor or a text that decides, where it cannot be
+            followed.
+        error: For such a GUARD: the error that it raises.
     """
 
     use: Use
     passing: bool | None = None
     is_lost: bool = False
+    error: ast.expr | type[BaseException] | None = None
 
 
 def site_of(frame: FrameType) -> Site:
     """Find what the running instruction of a frame does with its value."""
+    source = _source(frame)
+    site = Site(Use.UNKNOWN) if source is None else _site(*source, _position(frame))
+    is_branch = site.use is Use.GUARD and site.error is not None and is_caught(frame, site.error)
+    return Site(Use.BRANCH, is_lost=site.is_lost) if is_branch else site
+
+
+def is_caught(frame: FrameType | None, error: ast.expr | type[BaseException]) -> bool:
+    """Return whether an error that a frame raises is caught within the step, which then goes on another way."""
+    kind = error if isinstance(error, type) else _kind_of_error(error, frame)
+    while frame is not None and not frame.f_code.co_filename.startswith(_RUNNING):
+        source = _source(frame)
+        for handlers in () if source is None else _handlers(*source, _position(frame)):
+            for kinds, body in handlers:
+                if kinds is None or any(_may_catch(_kind_of_error(each, frame), kind) for each in kinds):
+                    if not _ends(body):
+                        return True
+                    kind = _error_of(body, frame) or kind
+                    break
+        frame = frame.f_back
+    return False
+
+
+def _may_catch(caught: type | None, raised: type | None) -> bool:
+    return caught is None or raised is None or issubclass(raised, caught)
+
+
+def _error_of(body: list[ast.stmt], frame: FrameType) -> type | None:
+    """Return what statements raise at their end; None if that is the error that they have caught."""
+    last = body[-1]
+    if isinstance(last, ast.Raise):
+        return None if last.exc is None else _kind_of_error(last.exc, frame)
+    return SystemExit
+
+
+def _kind_of_error(expression: ast.expr, frame: FrameType | None) -> type | None:
+    """Return the class of errors that an expression names, or makes one of; None if that is unknown."""
+    value = _value_of(expression.func if isinstance(expression, ast.Call) else expression, frame)
+    kind = type(value) if isinstance(value, BaseException) else value
+    return kind if isinstance(kind, type) and issubclass(kind, BaseException) else None
+
+
+def _value_of(expression: ast.expr, frame: FrameType | None) -> Any:
+    if isinstance(expression, ast.Attribute):
+        return getattr(_value_of(expression.value, frame), expression.attr, None)
+    if not isinstance(expression, ast.Name) or frame is None:
+        return None
+    places = frame.f_locals, frame.f_globals, vars(builtins)
+    return next((place[expression.id] for place in places if expression.id in place), None)
+
+
+def _source(frame: FrameType) -> tuple[str, tuple[int, int]] | None:
+    """Return the name of a frame's file, and what tells its versions apart; None without its source."""
     lines = linecache.getlines(frame.f_code.co_filename, frame.f_globals)
-    version = id(lines), len(lines)  # linecache keeps the list as long as the file is unchanged
-    return _site(frame.f_code.co_filename, version, _position(frame)) if lines else Site(Use.UNKNOWN)
+    # linecache keeps the list as long as the file is unchanged
+    return (frame.f_code.co_filename, (id(lines), len(lines))) if lines else None
 
 
 def operation_of(frame: FrameType) -> str:
@@ -93,6 +156,16 @@ def _position(frame: FrameType) -> tuple[int | None, ...]:
 def _site(filename: str, version: tuple[int, int], position: tuple[int | None, ...]) -> Site:
     tree = _tree(filename, version)
     return Site(Use.UNKNOWN) if tree is None else tree.site(position)
+
+
+# What a `try` around a statement catches: classes of errors (None: all), and what runs then.
+_Handlers = list[tuple[list[ast.expr] | None, list[ast.stmt]]]
+
+
+@lru_cache(maxsize=4096)
+def _handlers(filename: str, version: tuple[int, int], position: tuple[int | None, ...]) -> tuple[_Handlers, ...]:
+    tree = _tree(filename, version)
+    return () if tree is None else tuple(tree.handlers(position))
 
 
 @lru_cache(maxsize=64)
@@ -129,9 +202,21 @@ class _Tree:
         if isinstance(node, (ast.IfExp, ast.BoolOp)):
             return self._guard_around(node) or Site(Use.BRANCH)
         seen: set[str] = set()
-        use = Use.TEXT if _makes_text(node) else self.use(node, seen)
+        use = self._use_of_text(node, seen) if _makes_text(node) else self.use(node, seen)
         is_lost = _LOST in seen
         return (self._guard_around(node) if use is Use.BRANCH else None) or Site(use, is_lost=is_lost)
+
+    def handlers(self, position: tuple[int | None, ...]) -> Iterator[_Handlers]:
+        """Yield what catches the errors of an instruction, from the inside out."""
+        node = self._by_position.get(position)
+        while node is not None and not isinstance(node, _SCOPES):
+            parent = self._parents.get(node)
+            if isinstance(parent, _TRIES) and node in parent.body:
+                yield [(None if each.type is None else _each_in(each.type), each.body) for each in parent.handlers]
+            elif isinstance(parent, ast.With) and node in parent.body:
+                calls = [each.context_expr for each in parent.items if isinstance(each.context_expr, ast.Call)]
+                yield [(each.args, [ast.Pass()]) for each in calls if _last_name(each.func) == "suppress"]
+            node = parent
 
     def _guard_around(self, node: ast.AST) -> Site | None:
         """Return the guard whose condition contains an expression."""
@@ -141,7 +226,7 @@ class _Tree:
             if isinstance(parent, _CONDITIONAL):
                 guard = _guard(parent)
                 passing = None if guard is None or guard.passing is None or not is_plain else guard.passing
-                return guard and Site(Use.GUARD, passing)
+                return guard and replace(guard, passing=passing)
             is_plain &= isinstance(parent, (ast.BoolOp, ast.UnaryOp)) or _is_bool(parent)
             node = parent
         return None
@@ -159,17 +244,43 @@ class _Tree:
             return self._use_of_targets(parent, seen)
         if isinstance(parent, (ast.Compare, ast.BoolOp, ast.If, ast.While, ast.Assert, ast.Subscript, ast.IfExp)):
             return self._use_in_condition(node, parent, seen)
-        if isinstance(parent, (ast.JoinedStr, ast.FormattedValue, ast.Expr, ast.Raise)):
+        if parent is not None and _makes_text(parent):
+            return self._use_of_text(parent, seen)
+        if isinstance(parent, (ast.Expr, ast.Raise)):
             return Use.TEXT
         if isinstance(parent, ast.UnaryOp):
             return Use.BRANCH if isinstance(parent.op, ast.Not) else self.use(parent, seen)
-        if isinstance(parent, ast.BinOp):
-            return Use.TEXT if _makes_text(parent) else self.use(parent, seen)
-        if isinstance(parent, (ast.Tuple, ast.List, ast.Dict, ast.Set, ast.Starred, ast.ListComp, ast.GeneratorExp)):
+        if isinstance(
+            parent,
+            (
+                ast.BinOp,
+                ast.FormattedValue,
+                ast.Tuple,
+                ast.List,
+                ast.Dict,
+                ast.Set,
+                ast.Starred,
+                ast.ListComp,
+                ast.GeneratorExp,
+            ),
+        ):
             return self.use(parent, seen)
         if isinstance(parent, (ast.Return, ast.Yield, ast.Lambda)):
             return Use.RETURNED
         return Use.UNKNOWN
+
+    def _use_of_text(self, node: ast.AST, seen: set[str]) -> Use:
+        """Return the use of a number that becomes text: it matters where the text is compared, or is a number again."""
+        call = self._parents.get(node)
+        name = _last_name(call.func) if isinstance(call, ast.Call) else ""
+        if isinstance(node, ast.Call) and _last_name(node.func) not in _TEXTS:
+            return Use.TEXT  # it writes the text
+        seen.add(_AS_TEXT)
+        use = self.use(node, seen)
+        if use is not Use.BRANCH and name not in _OF_TEXT:
+            return Use.TEXT
+        seen |= {_LOST} if use is not Use.TEXT else set()
+        return use
 
     def _use_in_call(self, node: ast.AST, parent: ast.AST, seen: set[str]) -> Use:
         call = self._parents[parent] if isinstance(parent, ast.keyword) else parent
@@ -179,11 +290,11 @@ class _Tree:
         is_number = name in _NUMBERS and (name not in _WRITING or _of_numbers(call.func))
         seen |= {_LOST} if name in _LOSING and (is_number or name not in _NUMBERS) else set()
         if name in _WRITING and not is_number:
-            return Use.TEXT
+            return self._use_of_text(call, seen)
         if name in _FINITE:
             return Use.GUARD
         if name in _NUMBERS:
-            return self.use(call, seen)
+            return Use.TEXT if name == "len" and _AS_TEXT in seen else self.use(call, seen)  # lengths lay text out
         if name in _ADDING and isinstance(call.func, ast.Attribute):
             return self._use_of_name(call.func.value, seen)
         return Use.UNKNOWN
@@ -250,9 +361,11 @@ class _Tree:
 def _guard(statement: ast.AST) -> Site | None:
     """Return a statement as a guard, if it raises an error or exits depending on its condition."""
     if isinstance(statement, ast.Assert):
-        return Site(Use.GUARD, _passing(statement.test, wanted=True))
+        return Site(Use.GUARD, _passing(statement.test, wanted=True), error=AssertionError)
     if isinstance(statement, ast.If) and _ends(statement.body) and not statement.orelse:
-        return Site(Use.GUARD, _passing(statement.test, wanted=False))
+        last = statement.body[-1]
+        error = (last.exc or Exception) if isinstance(last, ast.Raise) else SystemExit
+        return Site(Use.GUARD, _passing(statement.test, wanted=False), error=error)
     return None
 
 
@@ -294,6 +407,10 @@ def _of_numbers(function: ast.expr) -> bool:
         and isinstance(function.value, ast.Name)
         and function.value.id in {"math", "cmath", "np", "numpy", "torch"}
     )
+
+
+def _each_in(kinds: ast.expr) -> list[ast.expr]:
+    return kinds.elts if isinstance(kinds, ast.Tuple) else [kinds]
 
 
 def _last_name(function: ast.expr) -> str:

@@ -1,5 +1,6 @@
 """Steps that read numbers from tensors, as people write them. No test module: pytest would rewrite their asserts."""
 
+import contextlib
 import copy
 import json
 import math
@@ -27,6 +28,10 @@ class Meter:
     @property
     def average(self):
         return self.total / max(self.count, 1)
+
+
+class NotPositiveError(ArithmeticError):
+    pass
 
 
 def count_of(x):
@@ -206,12 +211,80 @@ def equal(m, x):
     return m(x).sum() if torch.equal(m(x), x) else m(m(x)).sum()
 
 
+def text_compared(m, x):
+    loss = m(x).mean()
+    return m(m(x)).sum() if f"{loss.item():.2f}" < "0.90" else loss
+
+
+def text_of_a_variable(m, x):
+    loss = m(x).mean().item()
+    shown = "%.2f" % loss  # noqa: UP031 - which calls no method of the number
+    return m(m(x)).sum() if shown.startswith("0") or shown < "0.90" else m(x).sum()
+
+
+def text_as_a_number(m, x):
+    return torch.zeros(int(f"{m(x).sum().item():.0f}")).sum() + m(x).sum()
+
+
+def text_of_a_tensor(m, x):
+    loss = m(x).mean()
+    return m(m(x)).sum() if "nan" in str(loss) else loss
+
+
+def text_of_a_history(m, x):
+    meter = Meter()
+    meter.update(m(x).mean().item())
+    return m(m(x)).sum() if "{:.2f}".format(meter.history[0]) == "1.00" else m(x).sum()  # noqa: UP032 - as people do
+
+
+def caught_error(m, x):
+    y = m(x)
+    try:
+        if y.mean().item() < 0.9:
+            raise ValueError("not yet converging")  # noqa: TRY301 - as people do
+    except ValueError:
+        return m(y).sum()
+    return y.sum()
+
+
+def caught_assertion(m, x):
+    y = m(x)
+    try:
+        assert (y > -100).all()
+    except (RuntimeError, AssertionError):
+        y = m(y)
+    return y.sum()
+
+
+def caught_difference(m, x):
+    y = m(x)
+    with contextlib.suppress(Exception):
+        torch.testing.assert_close(y, x)
+        return y.sum()
+    return m(y).sum()
+
+
+def positive(y):
+    if not (y > 0).all():
+        raise NotPositiveError
+    return y.log()
+
+
+def caught_in_the_caller(m, x):
+    try:
+        return positive(m(x)).sum()
+    except ArithmeticError:
+        return m(m(x)).sum()
+
+
 DECIDING = (
     any_of_a_mask, a_mask_alone, not_any, bool_of, and_then, item_as_size, int_plus_one, item_of_a_float, rounded,
     list_of_sizes, loop_over_range, loop_in_a_helper, slice_by_a_tensor, slice_by_an_item, index_of_a_list,
     size_at_a_place, arange, one_hot, while_loop, while_tensor, threshold, threshold_of_a_sum, perplexity, logarithm,
     through_numpy, numpy_function, float_compared, truth_of_a_number, contained, kept_on_an_object, dictionary,
-    stored_and_returned, copied, equal,
+    stored_and_returned, copied, equal, text_compared,
+    text_of_a_variable, text_as_a_number, text_of_a_tensor, text_of_a_history, caught_error, caught_assertion,
+    caught_difference, caught_in_the_caller,
 )  # fmt: skip
 
 
@@ -291,6 +364,28 @@ def checked(m, x):
     return y.sum()
 
 
+def checked_where_other_errors_are_caught(m, x):
+    y = m(x)
+    try:
+        if y.max().item() > 1e9:
+            raise NotPositiveError  # noqa: TRY301 - as above
+        assert (y.abs() < 1e9).all()
+        positive(y.exp())
+    except (torch.OutOfMemoryError, KeyError):
+        y = m(m(x))
+    except NotPositiveError as error:
+        raise ValueError("too large") from error
+    return y.sum()
+
+
+def written_down(m, x):
+    loss = m(x).mean()
+    shown = f"{loss.item():.3f} {loss:.2e}"
+    LOG.append(shown if len(shown) < 80 else shown[:80])
+    print(str(loss.item()).ljust(10), repr(loss), {f"{loss.item():.1f}": shown}, "%.3f" % loss.item())  # noqa: UP031
+    return loss
+
+
 def compared(m, x):
     y = m(x)
     same = y.clone()
@@ -328,5 +423,6 @@ def best_row(m, x):
 
 ORDINARY = (
     logged, appended, averaged, accuracy, norm_clipped, not_a_number, watched_for_anomalies, skipped_if_not_finite,
-    checked, compared, scaled, weighted, printed_by_numpy, best_row,
+    checked, checked_where_other_errors_are_caught, written_down, compared, scaled, weighted, printed_by_numpy,
+    best_row,
 )  # fmt: skip

@@ -19,6 +19,7 @@ from tests.simulation.reads import (
     accuracy,
     any_of_a_mask,
     best_row,
+    caught_in_the_caller,
     int_plus_one,
     list_of_sizes,
     logged,
@@ -42,7 +43,8 @@ def test_deciding_guess_is_not_known_and_names_the_line(step):
     verdict = estimate.verdict("1TiB")
     assert verdict == "not known"
     assert not estimate.fits("1TiB")
-    name = "count_of" if step in (loop_in_a_helper, stored_and_returned) else step.__name__
+    helpers = {loop_in_a_helper: "count_of", stored_and_returned: "count_of", caught_in_the_caller: "positive"}
+    name = helpers.get(step, step.__name__)
     assert f"in {name}" in verdict.reason or "in update" in verdict.reason
     assert "reads.py:" in verdict.reason
     assert verdict.reason.split(";")[0].split(" in ")[0] in estimate.explain()
