@@ -46,8 +46,8 @@ class Loss:
         sum: 0-dim sum over ``count``, with its graph; give ``mean`` or ``sum``, not both.
         count: The divisor of the mean: a number of zero or more, or a 0-dim tensor. The counts of a batch's parts must
             add up to the batch's. A ``mean`` without ``count`` is a mean over rows.
-        outputs: Anything else that you want back: metrics, logits, as a tensor or a pytree (dicts, lists and tuples) of
-            tensors. ``result.outputs`` has it for each micro-batch, detached.
+        outputs: Anything else that you want back: metrics, logits, as a tensor or in dicts, lists, tuples and
+            dataclasses. ``result.outputs`` has it for each micro-batch, with these tensors detached.
 
     Raises:
         InputError: Both or neither of ``mean`` and ``sum``, a ``sum`` without a ``count``, or more than one element in
@@ -418,5 +418,8 @@ def _check_count(count: object, call: str) -> None:
 
 
 def detached(outputs: Any) -> Any:
-    """Detach all tensors of a pytree."""
-    return pytree.tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, outputs)
+    """Detach all tensors in nested containers, dataclasses among them."""
+    if isinstance(outputs, Tensor):
+        return outputs.detach()
+    children = pytree.children_of(outputs)
+    return outputs if children is None else pytree.with_children(outputs, [detached(each) for each in children])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -57,11 +57,13 @@ def with_children(node: Any, children: Sequence[Any]) -> Any:
     kind = type(node)
     if kind is tuple or kind is list:
         return kind(children)
-    if isinstance(node, Mapping):
+    if isinstance(node, MutableMapping):
         part: Any = {} if kind is dict else copy.copy(node)
         for key, value in zip(node, children, strict=True):
             part[key] = value
         return part
+    if isinstance(node, Mapping):  # one that is read only
+        return kind(dict(zip(node, children, strict=True)))
     if isinstance(node, tuple):
         return kind(*children) if hasattr(node, "_fields") else kind(children)
     if kind in SUPPORTED_NODES:

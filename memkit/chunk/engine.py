@@ -14,7 +14,7 @@ import functools
 import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -206,6 +206,13 @@ class ChunkedCall:
                 got="NumPy arrays",
                 expected="tensors, which are cut into rows",
                 fix="pass torch.from_numpy(x).",
+            )
+        if not shapes and (kind := _dataclass_among(self._arguments)):
+            raise InputTypeError(
+                self.name,
+                got=f"a dataclass ({kind}), which is passed on as it is, and no tensor",
+                expected="tensors with the rows in dimension 0, or dicts, lists and tuples of them",
+                fix="pass its tensors as arguments or in a dict, and build the dataclass inside the function.",
             )
         refuse_unsliced(self.name, tensors)
         if num_rows is None:
@@ -407,6 +414,13 @@ class ChunkedCall:
         leaves, tree = pytree.tree_flatten(result)
         results = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         shapes = [tuple(result.shape) for result in results]
+        if not shapes and (kind := _dataclass_among(leaves)):
+            raise InputTypeError(
+                self.name,
+                got=f"a function that returns a dataclass ({kind})",
+                expected="tensors with one row of output for each input row, or dicts, lists and tuples of them",
+                fix="return its tensors in a dict or a tuple, and build the dataclass from the result.",
+            )
         if not shapes or any(shape[:1] != (length,) for shape in shapes):
             raise InputError(
                 self.name,
@@ -540,6 +554,10 @@ class ChunkedCall:
             total.index_copy_(0, rows.numbers, gradient)
         else:
             total.narrow(0, rows.start, rows.length).copy_(gradient)
+
+
+def _dataclass_among(leaves: Iterable[object]) -> str | None:
+    return next((type(each).__name__ for each in leaves if is_dataclass(each) and not isinstance(each, type)), None)
 
 
 def _chunks_of(marked: Tensor, chunks: Iterable[ChunkRows], counts: Iterable[int]) -> Iterator[ChunkRows]:

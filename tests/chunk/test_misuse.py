@@ -1,5 +1,7 @@
 """Calls that newcomers make: each error ends in the line to write."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -21,8 +23,19 @@ edge_index = torch.stack([src, dst])
 hidden, weight, y = torch.ones(8, 16), torch.ones(10, 16), torch.ones(8, dtype=torch.int64)
 add = lambda edge, x_j: edge + x_j  # noqa: E731
 same = lambda edge: edge  # noqa: E731
+Rows = dataclasses.make_dataclass("Rows", ["x"])
 
 MISUSES = [
+    (
+        lambda: cmap(lambda rows: rows.x, Rows(x), chunk_size=4),
+        InputTypeError,
+        "pass its tensors as arguments or in a dict, and build the dataclass inside the function.",
+    ),
+    (
+        lambda: cmap(lambda rows: Rows(rows), x, chunk_size=4),
+        InputTypeError,
+        "return its tensors in a dict or a tuple, and build the dataclass from the result.",
+    ),
     # the processor and the map
     (lambda: Proc(), InputTypeError, "write ChunkedProcessor(fn)"),
     (lambda: Proc(x), InputTypeError, "write ChunkedProcessor(fn)(x)"),

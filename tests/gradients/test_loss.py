@@ -1,7 +1,9 @@
 """A `Loss` states its weight: valid forms, forms that are refused everywhere, gradients, and further outputs."""
 
+import dataclasses
 import itertools
 import math
+import types
 
 import pytest
 import torch
@@ -293,6 +295,22 @@ class TestOutputs:
         self.check(split.outputs, (10,))
         split(make_batch(), lambda model, batch: mean_square(model, batch[0]))
         assert split.outputs == (None,) * len(split.sizes)
+
+    @pytest.mark.parametrize("is_frozen", [False, True])
+    def test_dataclasses_among_them_keep_no_graph(self, is_frozen):
+        model = make_model()
+        kind = dataclasses.make_dataclass("Seen", ["logits", "name"], frozen=is_frozen)
+
+        def loss_fn(model, batch):
+            logits = model(batch[0])
+            seen = [kind(logits, "text"), types.MappingProxyType({"logits": logits})]
+            return mk.Loss(mean=logits.square().mean(), count=len(logits), outputs=seen)
+
+        result = trainer_of(model, accumulation_steps=2).train_step(make_batch(), loss_fn)
+        for seen, mapping in result.outputs:
+            assert [type(seen), seen.name, type(mapping)] == [kind, "text", types.MappingProxyType]
+            assert [seen.logits.requires_grad, mapping["logits"].requires_grad] == [False, False]
+            torch.testing.assert_close(seen.logits, mapping["logits"])
 
     def test_of_plain_losses_none(self):
         model = make_model()
