@@ -17,7 +17,7 @@ from memkit._gradients.captured import UNSHARDED
 from memkit._gradients.streamed import Gradients, accumulator_dtype, with_gradients
 from memkit._machine.devices import is_capturing
 from memkit._torch.compiler import runs_eagerly
-from memkit._torch.dispatch import fake_mode
+from memkit._torch.fake import FakeTensor
 from memkit.chunk.assembly import ChunkRows
 from memkit.chunk.loss import check_row_reduction
 from memkit.chunk.sizing import ChunkSize, check_chunk_size, is_auto
@@ -181,8 +181,9 @@ class _Problem:
 
     def without_ignored(self) -> _Problem:
         """Return the problem of the rows that are not ignored, if that is much less work and no more memory."""
-        if fake_mode() is not None or is_capturing():
-            return self  # how many there are is not known
+        is_known = not isinstance(self.is_counted, FakeTensor) or self.is_counted.constant is not None
+        if not is_known or is_capturing():
+            return self
         counted = self.is_counted.squeeze(1).nonzero().squeeze(1)
         if len(counted) > _MOST_COUNTED * len(self.x):
             return self
