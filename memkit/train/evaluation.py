@@ -23,7 +23,7 @@ from memkit._recovery.snapshot import HeldState, key_of_loss, looking_inside
 from memkit._torch import pytree
 from memkit._torch.tensors import are_unwritten, marks_of
 from memkit.train.samples import mark_samples, unmark_samples
-from memkit.train.split import check_batch, copied, list_arrays, split_batch, survey, take_rows
+from memkit.train.split import check_batch, copied, list_arrays, pick_rows, split_batch, survey
 
 _CALL = "evaluate(batch, fn)"
 
@@ -77,7 +77,7 @@ class Evaluation:
         Raises:
             InputTypeError: ``fn`` is not a function of model and batch, or ``batch`` is a loader.
             InputError: The batch was split, and ``fn`` does not return one output row per input row, or its rows depend
-                on one another: one or two rows of the first part are run by themselves, and compared.
+                on one another: a few rows of the first part are run by themselves, and compared.
             MemkitOutOfMemoryError: Even one row does not fit, the batch cannot be cut, or ``fn`` has written to it.
 
         Warns:
@@ -149,16 +149,14 @@ class Evaluation:
             self._check_rows(part, result, size, fn)
 
     def _check_rows(self, part: Any, result: Any, size: int, fn: Callable[[nn.Module, Any], Any]) -> None:
-        """Compare a part's last rows with the same rows by themselves; random results cannot be compared.
+        """Compare a few rows of a part with the same rows by themselves; random results cannot be compared.
 
-        The first ones would be the same where each row depends on those before it. Nothing stays of that run: not what
-        ``fn`` writes down, nor what it draws.
+        Nothing stays of that run: not what ``fn`` writes down, nor what it draws.
         """
         key = key_of_loss(fn)
         if key in self._checked:
             return
-        few = min(2, size - 1)
-        if not few:
+        if size == 1:
             if key in self._told:
                 return
             self._told.add(key)
@@ -168,17 +166,38 @@ class Evaluation:
                 "wrong. Way out: compute what compares rows outside of fn, from the results of all rows."
             )
             return
-        (outcome,), is_random = self._run_apart([take_rows(part, size - few, size, num_rows=size)], fn)
-        if isinstance(outcome, Done) and not is_random and not _are_equal_rows(result, outcome.result, few):
-            raise InputError(
-                _CALL,
-                got=f"a function whose result for {few} of {size} rows is another one when they are run by themselves, "
-                "for a batch that had to be cut",
-                expected="rows that do not depend on one another",
-                fix="compute what compares rows (distances, a mean over rows) outside of fn, from the results of all "
-                "rows.",
-            )
+        chosen = _telling_rows(result, size)
+        parts = [pick_rows(part, rows, num_rows=size) for rows in chosen]
+        outcomes, is_random = self._run_apart(parts, fn)
+        for rows, outcome in zip(chosen, outcomes, strict=True):
+            if isinstance(outcome, Done) and not is_random and not self._are_equal(result, outcome.result, rows):
+                raise InputError(
+                    _CALL,
+                    got=f"a function whose result for {len(rows)} of {size} rows is another one when they are run by "
+                    "themselves, for a batch that had to be cut",
+                    expected="rows that do not depend on one another",
+                    fix="compute what compares rows (distances, a mean over rows) outside of fn, from the results of "
+                    "all rows.",
+                )
         self._checked.add(key)
+
+    def _are_equal(self, result: Any, few: Any, rows: list[int]) -> bool:
+        """Whether a result for a few rows is what a result for more rows has for them, up to rounding."""
+        for whole, part in zip(pytree.tree_leaves(result), pytree.tree_leaves(few), strict=False):
+            if not all(isinstance(each, torch.Tensor) for each in (whole, part)) or part.shape[:1] != (len(rows),):
+                continue  # refused when the results are joined
+            if whole.shape[1:] != part.shape[1:]:
+                return False
+            if (whole == whole[:1]).all():  # a mean of a part, repeated: it is to be averaged over rows
+                continue
+            if part.is_floating_point():
+                tolerance = self._tolerance(part.dtype)
+                scale = whole.abs().nan_to_num(0.0, 0.0, 0.0).max() if whole.numel() else 0.0
+                if not torch.allclose(whole[rows], part, tolerance, float(tolerance * scale), equal_nan=True):
+                    return False
+            elif _are_other_choices(whole[rows], part, _LESS_IN_HALF if self._is_in_half() else _LESS):
+                return False
+        return True
 
     def _check_mean(self, part: Any, result: Any, size: int, fn: Callable[[nn.Module, Any], Any]) -> None:
         """Compare a part's mean with that of its halves; random results cannot be compared."""
@@ -205,12 +224,15 @@ class Evaluation:
             )
 
     def _tolerance(self, dtype: torch.dtype) -> float:
-        """Return the relative difference that rounding may make to a mean: more where half precision computes it."""
+        """Return the relative difference that rounding may make to a result: the model's own, if it is coarser."""
+        dtypes = {each.dtype for each in self._model.parameters() if each.is_floating_point()}
+        coarsest = torch.float16 if self._is_in_half() else torch.float32 if torch.float32 in dtypes else dtype
+        return float(max(torch.finfo(each).eps for each in (dtype, coarsest)) ** 0.5)
+
+    def _is_in_half(self) -> bool:
         parameters = list(self._model.parameters())
         is_mixed = any(map(torch.is_autocast_enabled, {each.device.type for each in parameters}))
-        if is_mixed or any(each.dtype in _HALF for each in parameters):
-            dtype = torch.float16
-        return float(torch.finfo(dtype).eps ** 0.5)
+        return is_mixed or any(each.dtype in _HALF for each in parameters)
 
     def _run_apart(
         self, parts: Sequence[Any], fn: Callable[[nn.Module, Any], Any]
@@ -256,26 +278,43 @@ class Evaluation:
 
 
 _HALF = (torch.bfloat16, torch.float16)
+_FLOATS = frozenset({torch.float32, torch.float64, *_HALF})
 _INTEGERS = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
+_MOST_ROWS, _MOST_ORDERS = 8, 3  # rows by themselves at a time, and tensors of a result that choose them
+_LESS, _LESS_IN_HALF = 0.25, 0.5  # rounding changes a smaller share of classes and of comparisons
 
 
-def _are_equal_rows(result: Any, few: Any, num_rows: int) -> bool:
-    """Whether a result for the last few rows is what a result for more rows has for them, up to rounding."""
-    for whole, part in zip(pytree.tree_leaves(result), pytree.tree_leaves(few), strict=False):
-        if not (isinstance(whole, torch.Tensor) and isinstance(part, torch.Tensor) and part.shape[:1] == (num_rows,)):
-            continue  # refused when the results are joined
-        if whole.shape[1:] != part.shape[1:]:
-            return False
-        is_mean = bool((whole == whole[:1]).all())  # of a part, repeated: it is to be averaged over rows
-        last = whole[-num_rows:]
-        if part.dtype in _INTEGERS and part.numel() and not is_mean and not (last == part).any():
-            return False  # rounding may choose another class for one row
-        if part.is_floating_point() and not is_mean:
-            tolerance = torch.finfo(part.dtype).eps ** 0.5
-            scale = whole.abs().nan_to_num(0.0, 0.0, 0.0).max() if whole.numel() else 0.0
-            if not torch.allclose(last, part, tolerance, float(tolerance * scale), equal_nan=True):
-                return False
-    return True
+def _telling_rows(result: Any, size: int) -> list[list[int]]:
+    """Choose rows of a part whose results change when these rows are by themselves, if a result compares rows.
+
+    The last two: the first ones would be the same where each row depends on those before it. But two rows may be alike
+    by chance, on one side of a median or a threshold: so also those with the highest and with the lowest results, none
+    of which has the part's smallest or largest value.
+    """
+    chosen = {tuple(range(max(1, size - 2), size)): None}
+    for each in list(filter(functools.partial(_has_order, size), pytree.tree_leaves(result)))[:_MOST_ORDERS]:
+        rows = each.detach().reshape(size, -1)
+        for values, largest in ((rows.amin(1), True), (rows.amax(1), False)):
+            found = values.double().topk(min(_MOST_ROWS, size - 1), largest=largest).indices
+            chosen[tuple(sorted(found.tolist()))] = None
+    return [list(rows) for rows in chosen]
+
+
+def _has_order(size: int, leaf: Any) -> bool:
+    if not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided or not leaf.numel():
+        return False
+    return leaf.shape[:1] == (size,) and leaf.dtype in _FLOATS | _INTEGERS | {torch.bool}
+
+
+def _are_other_choices(whole: torch.Tensor, part: torch.Tensor, share: float) -> bool:
+    """Whether more integers or comparisons differ than rounding explains: another class for one row, a small share."""
+    if part.is_complex():
+        return False
+    differ = whole != part
+    if part.dtype is not torch.bool:  # rounding may reorder many classes of a row, but hardly all of them
+        differ = differ.reshape(len(part), -1).all(dim=1) if part.numel() else differ
+    number = int(differ.sum())
+    return number > 0 and (number == differ.numel() or (number > 1 and number >= share * differ.numel()))
 
 
 def _not_cut(failure: Failure, why: str) -> MemkitOutOfMemoryError:

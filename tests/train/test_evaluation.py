@@ -37,7 +37,7 @@ def test_results_equal_whole_batch_and_only_failed_parts_rerun(rows):
     ran = [sizes.get() for _ in range(sizes.qsize())]
     torch.testing.assert_close(found, {"scores": expected, "is_high": expected[:, 0] > 0})
     assert not found["scores"].requires_grad
-    assert ran == [100, 50, 25, 2, 25, 50, 25, 25]  # two rows by themselves, to see that rows are independent
+    assert ran == [100, 50, 25, 2, 8, 8, 8, 8, 25, 50, 25, 25]  # a few by themselves, to see that rows are independent
 
 
 def test_remembers_fitting_size_separately_from_training(rows):
@@ -76,6 +76,40 @@ def test_a_function_that_compares_rows_is_refused_once_the_batch_is_cut(rows, fn
         assert len(evaluate(rows, fn)) == 100
         model.room = 40
         assert_refused(lambda: evaluate(rows, fn), mk.errors.InputError, "rows that do not depend on one another")
+
+
+SELECTING = {
+    "above the median": lambda scores: scores[:, 0] > scores[:, 0].median(),
+    "scaled by the largest": lambda scores: scores / scores.amax(),
+    "ranks": lambda scores: scores[:, 0].argsort().argsort(),
+}
+
+
+@pytest.mark.parametrize("room", [3, 40])
+@pytest.mark.parametrize("select", SELECTING.values(), ids=SELECTING)
+def test_rows_that_are_alike_by_chance_hide_no_comparison(select, room):
+    for seed in range(4):
+        rows = torch.randn(100, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+        _, trainer = make(room=room)
+        with trainer.evaluation() as evaluate:
+            fn = lambda model, part: select(model(part))  # noqa: E731 - called at once
+            assert_refused(lambda: evaluate(rows, fn), mk.errors.InputError, "do not depend on one another")  # noqa: B023
+
+
+def test_choices_and_orders_within_rows_are_no_comparison_of_rows(rows):
+    """Also of rows in dicts, lists and tuples of one text for all; a result may be wider than what computed it."""
+    batch = {"x": rows.float(), "names": [str(row) for row in range(100)], "unit": ("m",)}
+    model = SmallRoom(3, 2, room=3)
+
+    def fn(model, part):
+        scores = model(part["x"])
+        number = torch.tensor([len(part["unit"]) * int(name) for name in part["names"]])
+        return scores.argmax(1), scores.argsort(1), scores > 0, scores.double() + 1e-9 * number[:, None], number
+
+    with trainer_of(model).evaluation() as evaluate:
+        found = evaluate(batch, fn)
+    assert torch.equal(found[-1], torch.arange(100))
+    assert torch.equal(found[0], found[1][:, -1])
 
 
 @pytest.mark.parametrize("fn", MIXING.values(), ids=MIXING)
