@@ -10,10 +10,12 @@ from typing import NoReturn
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from memkit._core.errors import StateError
 from memkit._recovery.makeup import Makeup
 from memkit._recovery.snapshot import AttributeStates, Rollback, StateWatch, are_same, cloned
+from memkit._torch.modules import parameters_of
 from memkit._torch.script import as_written, early_stop_through_handlers
 from memkit._torch.tensors import version_of
 
@@ -25,7 +27,7 @@ class Replay:
     random state of NumPy and Python (torch's own is handled by `torch.utils.checkpoint`). It has no side effects: the
     buffers are swapped for copies while it runs, not overwritten, so that tensors saved for backward stay valid.
     Tensors that stood in for parameters, as in `torch.func.functional_call`, do so again. Parameters that the first run
-    has changed must stay as they are: their values before it are gone.
+    has changed must stay as they are: their values before it are gone. So must all others, as for plain autograd.
 
     Args:
         watch: The watch of the module that runs the forward.
@@ -41,7 +43,12 @@ class Replay:
 
     def __enter__(self) -> None:
         self._before = Rollback(self._watch, of_torch=False)
-        self._versions = [(each, version_of(each)) for each in self._watch.trained()]
+        self._versions = [
+            (each, version_of(each))
+            for owner in self._watch.owners
+            for each in parameters_of(owner).values()
+            if each is not None and not (each.is_inference() or is_lazy(each))
+        ]
         self._makeup = Makeup(self._watch.owners)
         self._as_written.__enter__()
 
@@ -51,8 +58,12 @@ class Replay:
         self._as_written.__exit__(kind, error, trace)
         if error is None:
             self._before.learn()
-            self._changed = [each for each, version in self._versions if version_of(each) != version]
-        self._versions = []
+            changed = [each for each, version in self._versions if version_of(each) != version]
+            if changed:  # the rerun changes them too: values are compared instead
+                self._versions = [pair for pair in self._versions if version_of(pair[0]) == pair[1]]
+            self._changed = [each for each in changed if each.requires_grad]
+        else:
+            self._versions = []
 
     @property
     def again(self) -> AbstractContextManager[None]:
@@ -61,7 +72,14 @@ class Replay:
 
     @contextlib.contextmanager
     def repetition(self) -> Iterator[None]:
-        """Run a block in the state of the first run, without side effects."""
+        """Run a block in the state of the first run, without side effects.
+
+        Raises:
+            StateError: A parameter was written to since, so the rerun would be another one.
+        """
+        for each, version in self._versions:
+            if version_of(each) != version:
+                self._refuse_written(each)
         with self._makeup.again():
             yield from self._repetition()
 
@@ -86,6 +104,17 @@ class Replay:
                 attributes_now.restore()
             if not all(are_same(each, now) for each, now in parameters_now):
                 self._refuse_changed(parameters_now)
+
+    def _refuse_written(self, parameter: nn.Parameter) -> NoReturn:
+        module = self._watch.module
+        name = next((name for name, each in module.named_parameters() if each is parameter), "one that stood in")
+        raise StateError(
+            f"backward() through a {type(module).__name__} that runs its forward again",
+            got=f"a parameter that was changed in place since the forward: {name}",
+            expected="parameters that stay as they are until backward, as for plain autograd",
+            fix="call backward() before the step of the optimizer that trains this block, or run the forward again "
+            "after it.",
+        )
 
     def _refuse_changed(self, parameters_now: Sequence[tuple[nn.Parameter, torch.Tensor]]) -> NoReturn:
         for each, now in parameters_now:

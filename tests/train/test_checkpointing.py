@@ -397,6 +397,40 @@ def test_buffers_change_once_with_changing_attributes(make, treatment):
     assert_same(trained(is_treated=True), trained(is_treated=False))
 
 
+@pytest.mark.parametrize("is_frozen", [False, True])
+@pytest.mark.parametrize("treatment", [None, "full", "selective"])
+def test_a_step_between_forward_and_backward_is_refused_as_by_autograd(treatment, is_frozen):
+    """As of a GAN's other half, which may be frozen in this forward; a step after backward, and no step, are right."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)) for _ in range(2))).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    expected = gradient_of_input(model)
+    with mk.Checkpointing(model, {"*": treatment} if treatment else {}):
+        model.requires_grad_(not is_frozen)
+        x, loss = loss_of_input(model)
+        model.requires_grad_(True)
+        model(torch.ones(2, 6, dtype=torch.float64)).sum().backward()
+        loss.backward(retain_graph=True)
+        assert_same(x.grad, expected)
+        optimizer.step()
+        if treatment is None:
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                loss.backward()
+        else:
+            assert_refused(loss.backward, StateError, "changed in place since the forward: [02].(weight|bias)", "again")
+        found = gradient_of_input(model)
+    assert_same(found, gradient_of_input(model))
+
+
+def loss_of_input(model):
+    x = torch.linspace(-1, 1, 12, dtype=torch.float64).reshape(2, 6).requires_grad_()
+    return x, model(x).square().mean()
+
+
+def gradient_of_input(model):
+    x, loss = loss_of_input(model)
+    return torch.autograd.grad(loss, x)[0]
+
+
 class Decaying(nn.Linear):
     def forward(self, x):
         with torch.no_grad():
