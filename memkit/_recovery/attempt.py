@@ -245,6 +245,13 @@ def _check_function(fn: object, sizes: object) -> None:
 
 
 def _check_takes_a_size(fn: Callable[..., Any]) -> None:
+    if inspect.isgeneratorfunction(fn) or inspect.iscoroutinefunction(fn) or inspect.isasyncgenfunction(fn):
+        raise InputTypeError(
+            "recover_from_oom(fn, sizes)",
+            got="a generator or an async function, whose call ends before its work begins",
+            expected="a function whose call does all of the work",
+            fix="call recover_from_oom inside of it, around the work itself, which returns its result.",
+        )
     try:
         inspect.signature(fn).bind(1)
     except TypeError as error:

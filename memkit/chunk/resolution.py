@@ -262,6 +262,8 @@ def _points_of(coords: Tensor) -> str:
         )
     if coords.dim() == 3:
         return "for a volume without batch and channels: write choose(volume.nonzero())"
+    if coords.dtype is torch.bool:
+        return "for a mask: write choose(mask.nonzero())"
     if not coords.numel():
         return "skip this sample: without points there is no resolution to choose."
     if coords.dim() == 2 and coords.shape[0] in MORTON_BITS:
@@ -273,10 +275,11 @@ def _points_of(coords: Tensor) -> str:
 
 def _finest_cells(coords: Tensor, levels: int | None) -> tuple[Tensor, int]:
     """Return the cells of the finest grid, (N, A) int64, nonnegative; and the number of halvings."""
-    if coords.dim() != 2 or coords.shape[1] not in MORTON_BITS or not len(coords):
+    is_mask = coords.dtype is torch.bool
+    if coords.dim() != 2 or coords.shape[1] not in MORTON_BITS or not len(coords) or is_mask:
         raise InputError(
             _CHOOSE,
-            got=f"a tensor of shape {tuple(coords.shape)}",
+            got=f"a tensor of shape {tuple(coords.shape)}{', torch.bool' if is_mask else ''}",
             expected="(N, 3) or (N, 2), one row for each point, and at least one point",
             fix=_points_of(coords),
         )
@@ -340,7 +343,8 @@ def _sum(volume: Tensor, factor: int) -> Tensor:
     """Sum over cells; those at the end may be smaller."""
     filling = [(0, -size % factor) for size in reversed(volume.shape[2:])]
     pool = F.avg_pool3d if volume.dim() == 5 else F.avg_pool2d
-    return pool(F.pad(volume, [each for pair in filling for each in pair]), factor, divisor_override=1)
+    wide = volume.float() if volume.dtype is torch.float16 else volume  # a CPU does not average float16
+    return pool(F.pad(wide, [each for pair in filling for each in pair]), factor, divisor_override=1).to(volume.dtype)
 
 
 def _nearest(volume: Tensor, factor: int) -> Tensor:

@@ -201,6 +201,14 @@ class Sizer:
         self._learned = _Learned()
         self._simulated: WeakKeyDictionary[Any, _Learned] = WeakKeyDictionary()  # by the mode
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the measurements out of a pickle or a copy: they name modules by their place in this process."""
+        return {"budget_bytes": self.budget_bytes, "_bare": self._bare}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore without measurements."""
+        vars(self).update(state, _learned=_Learned(), _simulated=WeakKeyDictionary())
+
     @property
     def last(self) -> ChunkPlan | None:
         """How the last call was cut."""

@@ -141,13 +141,25 @@ class _Freed(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]  # torch declares it without the class
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> NoReturn:
-        raise StateError(
-            _CALL,
-            got=f"{func} on a gradient that backward has stepped with and freed",
-            expected="optimizer.step() after each backward, and nothing in between that needs gradients: no "
-            "clipping by the total norm, no accumulation, no loss scaler",
-            fix="remove that operation, or step after backward: use memkit.train.atomic_steps(optimizer) instead.",
-        )
+        _refuse_freed(func)
+
+    def tolist(self) -> NoReturn:
+        """Refuse the read; torch's own error would name this class."""
+        _refuse_freed("tolist()")
+
+    def numpy(self, *, force: bool = False) -> NoReturn:  # noqa: ARG002 - torch's signature
+        """Refuse the read, as `tolist` does."""
+        _refuse_freed("numpy()")
+
+
+def _refuse_freed(what: object) -> NoReturn:
+    raise StateError(
+        _CALL,
+        got=f"{what} on a gradient that backward has stepped with and freed",
+        expected="optimizer.step() after each backward, and nothing in between that needs gradients: no "
+        "clipping by the total norm, no accumulation, no loss scaler",
+        fix="remove that operation, or step after backward: use memkit.train.atomic_steps(optimizer) instead.",
+    )
 
 
 def _forget(optimizer: Optimizer, *_: object) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NoReturn
@@ -10,6 +11,7 @@ from typing import NoReturn
 import torch
 
 from memkit._core.errors import FileFormatError, InputError, InputTypeError, StateError, warn_user
+from memkit._core.printable import short
 from memkit._core.settings import Checker, check_version
 from memkit._gradients.loss import Loss
 from memkit._recovery.attempt import Done, unless_failed
@@ -109,7 +111,7 @@ def read_count(count: float | torch.Tensor, *, stay_on_device: bool, call: str) 
     Raises:
         InputError: The weight is not a single finite number of zero or more.
     """
-    if type(count) in {int, float} and 0 <= count < math.inf:  # fast path: called for each micro-batch
+    if type(count) in {int, float} and 0 <= count <= sys.float_info.max:  # fast path: called for each micro-batch
         return float(count)
     if isinstance(count, torch.Tensor) and count.numel() == 1 and stay_on_device:
         # Metal has no float64; float32 counts exactly up to 16 million.
@@ -117,7 +119,7 @@ def read_count(count: float | torch.Tensor, *, stay_on_device: bool, call: str) 
         return torch.where(weight >= 0, weight, math.nan)  # for `refuse_total`
     number = math.nan
     if not isinstance(count, bool | str):
-        outcome = unless_failed((TypeError, ValueError, RuntimeError), float, count)
+        outcome = unless_failed((TypeError, ValueError, RuntimeError, OverflowError), float, count)
         number = outcome.result if isinstance(outcome, Done) else math.nan
     if isinstance(count, torch.Tensor) and count.numel() != 1:
         raise InputError(
@@ -127,7 +129,7 @@ def read_count(count: float | torch.Tensor, *, stay_on_device: bool, call: str) 
             fix="add up the entries: count=mask.sum().",
         )
     if not 0 <= number < math.inf:
-        _refuse_weight(call, repr(count))
+        _refuse_weight(call, short(count))
     return number
 
 

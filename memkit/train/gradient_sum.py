@@ -61,6 +61,7 @@ from memkit.train.owners import check_steps_later, constructor_call, list_optimi
 from memkit.train.ranks import Ranks, Replicas, Shards, clip_gradients, find_ranks, widen_for_step
 
 _VERSION = 1
+_MOST = 2.0**1023  # the largest power of two; if the weights' sum is more, `end` refuses it
 _STATE = ("predivisor", "count", "num_microbatches", "num_steps", "gradients")
 Weight = float | torch.Tensor
 Actions = Sequence[Callable[[], object]]
@@ -525,7 +526,7 @@ class GradientSum:
                 _do_all(todo)
 
     def _power_of_two(self, count: Weight) -> float | None:
-        expected = float(count)
+        expected = min(float(count), _MOST)
         if self.shards is not None:  # the ranks' sums are mixed in each backward, so they must agree
             expected = self.shards.max([expected])[0]
         return 2.0 ** math.ceil(math.log2(expected)) if expected > 0 else None

@@ -162,6 +162,7 @@ MISUSES = [
         "at = (volume != 0).any(1).nonzero(); write choose(at[:, 1:], batch=at[:, 0])",
     ),
     (lambda: Resolution().choose(volume[0, 0]), InputError, "write choose(volume.nonzero())"),
+    (lambda: Resolution().choose(torch.ones(9, 3) > 0), InputError, "write choose(mask.nonzero())"),
     (lambda: Resolution().choose(torch.ones(3, 9)), InputError, "write choose(coords.T)"),
     (lambda: Resolution().choose(torch.ones(9, 4)), InputError, "write choose(coords[:, 1:], batch=coords[:, 0])"),
     (lambda: Resolution().choose(np.ones((9, 3))), InputTypeError, "write choose(torch.as_tensor(coords))"),

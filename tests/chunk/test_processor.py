@@ -1,5 +1,7 @@
 """ChunkedProcessor: the function's own result and gradients, inside of a budget that is never exceeded."""
 
+import copy
+import pickle
 import queue
 
 import pytest
@@ -264,3 +266,14 @@ def test_few_rows(num_rows, mlp):
 def test_a_plan_inside_a_compiled_function():
     x = torch.rand(100, 3, dtype=torch.float64)
     assert_same_compiled(lambda x: x * mk.ChunkedProcessor(torch.sin, chunk_size=16).plan(x).num_chunks, x)
+
+
+@pytest.mark.parametrize("way", [copy.deepcopy, lambda net: pickle.loads(pickle.dumps(net))], ids=["copy", "pickle"])
+def test_a_model_that_holds_a_processor_can_be_saved_after_a_call(mlp, way):
+    net = nn.Module()
+    net.layers, net.rows = mlp, mk.ChunkedProcessor(mlp, memory_budget="4MiB")
+    x = torch.ones(2000, 6)
+    y = net.rows(x)
+    same = way(net)
+    assert_same([same.rows(x)], [y], 1e-6)
+    assert same.rows.last_plan == net.rows.last_plan

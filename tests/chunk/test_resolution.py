@@ -196,3 +196,13 @@ def test_labels_come_back(dtype, num_axes):
     assert_same(restored.double(), processor.restore(processor.apply(labels.double())))
     coarse = processor.apply(labels.to(dtype))
     assert_refused(lambda: processor.restore(coarse, mode="trilinear"), InputTypeError, r'pass mode="nearest"\.$')
+
+
+@pytest.mark.parametrize("way", ["area", "sum", "max", "nearest"])
+def test_volumes_of_float16_are_pooled(way):
+    processor = DynamicResolutionProcessor(max_active_voxels=20, downsample=way)
+    processor.choose(torch.arange(9).repeat_interleave(9)[:, None].expand(-1, 3))
+    volume = (torch.arange(2 * 9**3) % 7).reshape(2, 1, 9, 9, 9)
+    pooled = processor.apply(volume.half())
+    assert pooled.dtype is torch.float16
+    assert_same([pooled.float()], [processor.apply(volume.float())], 1e-3)

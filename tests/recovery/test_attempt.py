@@ -509,3 +509,17 @@ def test_a_tensor_of_one_number_is_the_first_size():
 
     assert recover_from_oom(step, torch.tensor(4)) == 1
     assert recover_from_oom(step, torch.tensor([4, 1])) == 1
+
+
+def test_functions_whose_call_does_no_work_are_refused():
+    """They would run out of memory where nothing retries."""
+
+    def parts(size):
+        yield size
+
+    async def answer(size):
+        return size
+
+    for fn in (parts, answer):
+        assert_refused(lambda fn=fn: recover_from_oom(fn, 4), InputTypeError, "call recover_from_oom inside of it")
+    assert recover_from_oom(lambda size: list(parts(size)), 4) == [4]

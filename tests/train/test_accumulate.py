@@ -916,13 +916,22 @@ class TestMisuse:
 
     @pytest.mark.parametrize(
         ("count", "reduction"),
-        [*product([-1, float("nan"), float("inf"), True, "3", torch.ones(2)], ["mean", "sum"]), (None, "sum")],
+        [
+            *product([-1, 10**400, float("nan"), float("inf"), True, "3", torch.ones(2)], ["mean", "sum"]),
+            (None, "sum"),
+        ],
     )
     def test_an_invalid_count(self, count, reduction):
         model, accumulator = self.make()
         call = lambda: accumulator.backward(model(torch.ones(1, 2)).sum(), count, reduction=reduction)  # noqa: E731
         assert_refused(call, mk.errors.InputError, "weight of zero or more|number of summed items|a single number")
         assert accumulator.num_microbatches == 0
+
+    def test_counts_whose_sum_overflows_are_refused_at_the_step(self):
+        model, accumulator = self.make(accumulation_steps=2)
+        for _ in range(2):
+            accumulator.backward(model(torch.ones(1, 2)).sum(), 1e308)
+        assert_refused(accumulator.step, mk.errors.InputError, "weight of zero or more")
 
     @pytest.mark.parametrize(
         "settings",

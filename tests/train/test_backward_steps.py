@@ -203,3 +203,13 @@ def test_names_unstepped_parameter_without_stepping_twice():
         model(torch.ones(1, 3)).sum().backward()
         assert_refused(lambda: optimizer.step(), mk.errors.StateError, "unfrozen, added, or given a gradient by hand")
     assert model.weight.grad is None
+
+
+@pytest.mark.parametrize(
+    "read", [torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.sum], ids=lambda read: read.__name__
+)
+def test_a_freed_gradient_cannot_be_read(read):
+    model = nn.Linear(2, 1)
+    with step_in_backward(torch.optim.SGD(model.parameters(), lr=0.1)):
+        model(torch.ones(1, 2)).sum().backward()
+        assert_refused(lambda: getattr(model.weight.grad, read.__name__)(), mk.errors.StateError, "atomic_steps")

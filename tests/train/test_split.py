@@ -3,7 +3,7 @@
 import contextlib
 import math
 from collections import OrderedDict, UserDict, deque, namedtuple
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -349,3 +349,10 @@ def test_a_batch_whose_rows_there_is_no_memory_to_look_at_is_refused():
     batch = {"x": torch.zeros(64, 64)}
     with Short(8), pytest.raises(mk.MemkitOutOfMemoryError, match="looking for a mask in a batch"):
         split_batch(batch, 4, num_rows=64)
+
+
+def test_a_read_only_mapping_is_cut_into_such():
+    batch = MappingProxyType({"x": torch.arange(4), "name": "text"})
+    parts = [part for part, _ in split_batch(batch, 2)]
+    assert [(type(each), each["name"]) for each in parts] == [(MappingProxyType, "text")] * 2
+    assert_same([each["x"] for each in parts], [batch["x"][:2], batch["x"][2:]])
