@@ -27,9 +27,9 @@ from memkit._torch.tensors import bytes_held
 from memkit.train.checkpointing import may_recompute
 from memkit.train.chunked_steps import changes_rows_alone
 from memkit.train.gradients import list_parameters
-from memkit.train.row_sizes import RowSizes, pick_rows, row_sizes, rows_in_turn
+from memkit.train.row_sizes import RowSizes, row_sizes, rows_in_turn
 from memkit.train.samples import mark_samples, unmark_samples
-from memkit.train.split import copied, survey, take_rows
+from memkit.train.split import copied, pick_rows, survey, take_rows
 
 # Not fewer rows, unless a batch has only 3: one row can take another path (BatchNorm refuses it, products become
 # matrix-vector products).
@@ -258,7 +258,7 @@ class PartPlanner:
         def take(rows: int) -> Any:
             if not orders:
                 return take_rows(marked, 0, rows, num_rows=num_rows)
-            return pick_rows(marked, rows_in_turn(orders, rows), num_rows)
+            return pick_rows(marked, sorted(rows_in_turn(orders, rows)), num_rows=num_rows)
 
         forecast = self._forecast(take, rehearse, num_rows)
         self._forecasts[key] = forecast if is_wider or forecast is None or known is None else forecast.joined(known)
@@ -273,7 +273,7 @@ class PartPlanner:
         order = sizes.order()
 
         def record(rows: Sequence[int]) -> Recording:
-            return _recorded(pick_rows(marked, rows, len(order)), rehearse)
+            return _recorded(pick_rows(marked, sorted(rows), num_rows=len(order)), rehearse)
 
         def is_same() -> bool:
             large, small = record(order[:_FEWER_ROWS]), record(order[-_FEWER_ROWS:])

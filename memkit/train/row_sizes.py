@@ -14,7 +14,7 @@ from torch import Tensor
 from memkit._torch.fake import FakeTensor
 from memkit._torch.tensors import bytes_held
 from memkit.train.samples import SampleList
-from memkit.train.split import join_rows, list_leaves, list_tensors, take_rows
+from memkit.train.split import list_leaves, list_tensors
 
 
 @dataclass(frozen=True)
@@ -78,11 +78,6 @@ def row_sizes(batch: Any) -> list[RowSizes]:
 def rows_in_turn(orders: Sequence[Sequence[int]], number: int) -> list[int]:
     """Return so many rows: the first of each order, then the second of each, and so on."""
     return list(dict.fromkeys(itertools.chain.from_iterable(zip(*orders, strict=True))))[:number]
-
-
-def pick_rows(batch: Any, rows: Sequence[int], num_rows: int) -> Any:
-    """Return a copy of some rows of a batch that `mark_samples` has returned, in its order: code may rely on that."""
-    return join_rows([take_rows(batch, row, row + 1, num_rows=num_rows) for row in sorted(rows)])
 
 
 def _may_tell(leaf: Any) -> bool:

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from memkit.train.row_sizes import pick_rows, row_sizes, rows_in_turn
+from memkit.train.row_sizes import row_sizes, rows_in_turn
 from memkit.train.samples import mark_samples, unmark_samples
+from memkit.train.split import pick_rows
 
 TOKENS = torch.tensor([[5, 6, 7, 8], [5, 1, 1, 1], [1, 5, 6, 1], [1, 1, 1, 1]])
 
@@ -34,7 +35,7 @@ def test_samples_come_first_then_wide_entries():
     assert [each.values for each in found] == [[8, 24, 16, 8], [4, 1, 2, 0], [1, 2, 3, 9]]
     rows = rows_in_turn([each.order() for each in found], 3)
     assert rows == [1, 0, 3]
-    images, numbers, _ = unmark_samples(pick_rows(batch, rows, 4))
+    images, numbers, _ = unmark_samples(pick_rows(batch, sorted(rows), num_rows=4))
     assert [len(each) for each in images] == [1, 3, 1]
     assert numbers.tolist() == [1, 2, 9]
 
