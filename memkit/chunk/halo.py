@@ -27,6 +27,7 @@ from memkit._torch import pytree
 from memkit._torch.autocast import without_gradients
 from memkit._torch.dispatch import LeanDispatchMode, below_modes
 from memkit._torch.graph import have_tangents, is_transforming
+from memkit.chunk.branches import Reads, note_reads
 from memkit.chunk.probes import Probes, forward_hooks, undone
 from memkit.chunk.stand_in import lacks_data, on_noise
 from memkit.chunk.tileloop import CALL, check_form
@@ -513,8 +514,10 @@ class _Probe:
         start = (size - length) // reach.period * reach.step
 
         def run(volume: Tensor) -> Tensor:
-            with torch.autocast(volume.device.type, enabled=False):
-                result: Tensor = functional_call(self._module, state, (volume.clone(),))
+            given = volume.clone()
+            with torch.autocast(volume.device.type, enabled=False), Reads(given) as reads:
+                result: Tensor = functional_call(self._module, state, (given,))
+            note_reads(self._module, reads)
             return result
 
         def compare(x: Tensor, *, may_overflow: bool) -> float:

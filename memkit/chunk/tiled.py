@@ -67,7 +67,8 @@ def tiled_apply(
         InputError: The module cannot be tiled exactly; the message names it (a norm over space,
             attention, global pooling, circular padding, BatchNorm in training mode). Tiles are compared with the whole
             at the first call, on small volumes of noise and of values like those of ``x``: a mean or a count where
-            ``x > 100`` is refused if this ``x`` has such values.
+            ``x > 100`` is refused if this ``x`` has such values. So are tiles that branch in Python on their values,
+            each in its own way.
         InputTypeError: The module or its result has an unsupported type or shape.
         ConfigError: A setting is out of range, or ``online_reduce`` comes with gradients.
         StateError: In a backward pass with ``create_graph=True``.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from memkit._core.errors import InputError, InputTypeError
-from memkit._core.printable import described
+from memkit._core.printable import described, list_some
 from memkit._gradients.streamed import (
     GradientTotals,
     refuse_reentrant,
@@ -18,6 +18,8 @@ from memkit._gradients.streamed import (
     without_hooks,
 )
 from memkit._torch.autocast import without_gradients
+from memkit._torch.dispatch import fake_mode
+from memkit.chunk.branches import Reads, changes_with, extremes, reads_numbers
 from memkit.chunk.circumstances import Circumstances
 from memkit.chunk.tiles import ExactAxis, TileSpan, place_of, tiles
 
@@ -59,7 +61,21 @@ def apply_tiles(job: TileJob, x: Tensor) -> Tensor:
     params = [each for each in job.module.parameters() if each.requires_grad]
     if torch.is_grad_enabled() and (x.requires_grad or params):
         return _Tiled.apply(job, x, *params)  # type: ignore[no-any-return, no-untyped-call]
-    return run_tiles(job, x, job.module)
+    return run_module(job, x)
+
+
+def run_module(job: TileJob, x: Tensor) -> Tensor:
+    """Assemble the module's result from the tiles; refuse it if they decide differently: see `TileReads`.
+
+    Raises:
+        InputError: They do.
+    """
+    if not reads_numbers(job.module) or fake_mode() is not None:
+        return run_tiles(job, x, job.module)
+    watched = TileReads(job)
+    y = run_tiles(job, x, watched)
+    watched.check(x)
+    return y
 
 
 def run_tiles(job: TileJob, x: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
@@ -92,6 +108,50 @@ def run_tiles(job: TileJob, x: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor
     return out
 
 
+class TileReads:
+    """Runs a module on tiles, and refuses their results if these depend on which numbers Python reads from a tile.
+
+    All tiles that read the same decide as one. If they do not, a tile runs again with the numbers of another one. A sum
+    or a count over the volume, which may pass a threshold that those of its tiles do not, is not seen.
+
+    Args:
+        job: The module, and how the volume is cut.
+    """
+
+    def __init__(self, job: TileJob) -> None:
+        self._job = job
+        self._read: list[list[Any]] = []
+        self._sizes: tuple[int, ...] = ()
+
+    def __call__(self, tile: Tensor) -> Tensor:
+        """Run the module on a tile."""
+        with Reads(tile) as reads:
+            y: Tensor = self._job.module(tile)
+        self._read.append(reads.numbers)
+        self._sizes = self._sizes or self._job.tile_out_sizes(y)
+        return y
+
+    def check(self, x: Tensor) -> None:
+        """Refuse two tiles with the least and the largest number if both differ with what the other one has read.
+
+        It is enough that one does not: `if mask.any():` leaves out what would change nothing.
+        """
+        if (pair := extremes(self._read)) is None:
+            return
+        pieces = list(tiles(self._job.axes, self._sizes))
+        low, high = (x[self._job.read(pieces[each])].detach() for each in pair)
+        read = [self._read[each] for each in pair]
+        if changes_with(self._job.module, low, read[1]) and changes_with(self._job.module, high, read[0]):
+            raise InputError(
+                CALL,
+                got=f"a module whose Python code decides by values of its input ({list_some(list(map(str, read[0])))} "
+                f"in one tile, {list_some(list(map(str, read[1])))} in another), and computes something else then",
+                expected="the same computation in each tile as in the whole volume",
+                fix="compute the value from the whole volume before the call, and let the module read it from an "
+                "attribute: module.is_bright = bool(x.max() > 1).",
+            )
+
+
 class _Tiled(torch.autograd.Function):
     """All tiles as one node: parameters are its inputs, so each gets one gradient per call."""
 
@@ -100,7 +160,7 @@ class _Tiled(torch.autograd.Function):
         ctx.job, ctx.replay = job, Circumstances([x], job.module)
         ctx.save_for_backward(x, *params)
         with without_gradients():  # as in any autograd function; older autocast versions need it explicitly
-            y = run_tiles(job, x, job.module)
+            y = run_module(job, x)
         ctx.replay.over()
         return y
 
