@@ -248,6 +248,7 @@ def test_next_save_removes_files_of_dead_writers(manager):
     assert len(list(manager.directory.iterdir())) == 3
 
 
+@pytest.mark.filterwarnings("ignore:.*another training has saved step 25")
 def test_one_writer_at_a_time(manager):
     """While somebody else writes, a save waits; its folder is not mistaken for one that was left over."""
     with statefiles.drafting(manager.directory) as draft:

@@ -363,3 +363,15 @@ def test_warns_of_conflicting_best(tmp_path):
     other = TrainingStateManager(tmp_path, keep=1, mode="min")
     with pytest.warns(MemkitWarning, match="mode='max'"):
         other.save(2, metric=0.1, model=model_of(2.0))
+
+
+def test_a_second_training_in_the_same_directory_is_told_of_once(tmp_path):
+    model = nn.Linear(2, 2)
+    first, second = TrainingStateManager(tmp_path, keep=2), TrainingStateManager(tmp_path, keep=2)
+    first.save(10, model=model)
+    first.restore(model=model)
+    second.save(1, model=model)  # it may continue a training that has ended
+    second.save(2, model=model)
+    with pytest.warns(MemkitWarning, match="another training has saved step 2 .* a directory of its own"):
+        first.restore(model=model)
+    first.save(20, model=model)

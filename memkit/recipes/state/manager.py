@@ -116,6 +116,8 @@ class TrainingStateManager(Uncopied, Closing):
         self.mode = mode
         self._keep, self._background = check.whole("keep", keep, 1), check.flag("background", background)
         self._has_told = False  # of trained parameters that no object saves
+        self._serial: int | None = None  # of the last state that this manager has saved
+        self._has_told_of_others = False
         self._busy = threading.Lock()
         self._writer: threading.Thread | None = None
         self._failure: BaseException | None = None
@@ -190,7 +192,12 @@ class TrainingStateManager(Uncopied, Closing):
                 stack.enter_context(locked(self.directory, exclusive=False))
 
             ranks.together(lock)
-            candidates = ranks.first(lambda: self._choose(which))
+
+            def choose() -> list[SavedState]:
+                self._tell_of_others(self._find_newer())
+                return self._choose(which)
+
+            candidates = ranks.first(choose)
             for stray in ranks.first(lambda: list_strays(self.directory)) if which == "latest" else ():
                 _warn(f"skips {stray}: it is not a folder")
             if not candidates:
@@ -288,8 +295,13 @@ class TrainingStateManager(Uncopied, Closing):
 
             def finish() -> None:
                 notes = {"metric": metric, "mode": self.mode, "num_ranks": ranks.size, "is_sharded": is_sharded}
-                drafts[0].commit(step, files, notes)
+                newer = self._find_newer()
+                try:
+                    drafts[0].commit(step, files, notes)
+                finally:  # it may be there, though the disk failed to flush it
+                    self._serial = max((state.serial for state in list_states(self.directory)), default=None)
                 self._prune()
+                self._tell_of_others(newer)
 
             folder = ranks.first(begin)
             mine = folder / file_of_rank(ranks.rank)
@@ -304,6 +316,25 @@ class TrainingStateManager(Uncopied, Closing):
                 ):
                     files.update(described)
             ranks.first(finish)
+
+    def _find_newer(self) -> list[SavedState]:
+        """Find states that are newer than the last one of this manager: the lock only orders the saves."""
+        if self._serial is None:
+            return []
+        return list(
+            reversed(_read_notes([state for state in list_states(self.directory) if state.serial > self._serial]))
+        )
+
+    def _tell_of_others(self, newer: list[SavedState]) -> None:
+        """Warn, once."""
+        if self._has_told_of_others or not newer:
+            return
+        self._has_told_of_others = True
+        warn_user(
+            f"TrainingStateManager: another training has saved step {newer[0].step} in {self.directory} since this "
+            "one's last save. Each removes the other's states as its keep= says, and restore() returns the newest, "
+            "whoever saved it. Way out: give each training a directory of its own."
+        )
 
     def _prune(self) -> None:
         states = [state for state in list_states(self.directory) if not state.path.is_symlink()]  # links are not ours
