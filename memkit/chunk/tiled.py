@@ -56,7 +56,7 @@ def tiled_apply(
         dims: Dimensions to cut; None for all spatial ones. ``(-3,)`` cuts slabs.
         online_reduce: Applied to each tile's result before it is stored, under ``torch.no_grad()``:
             ``lambda y: y.argmax(1)`` stores one label instead of many channels. It must keep the spatial dimensions
-            last.
+            last, and treat each voxel by itself, which is checked on the first tile.
         output_device: Device on which the result is assembled, ``"cpu"`` for one that does not fit; None for the device
             of the module's output.
 

@@ -17,6 +17,8 @@ from memkit._gradients.streamed import (
     refuse_second_derivative,
     without_hooks,
 )
+from memkit._machine import random_state
+from memkit._recovery.snapshot import HeldState
 from memkit._torch.autocast import without_gradients
 from memkit._torch.dispatch import fake_mode
 from memkit.chunk.branches import Reads, changes_with, extremes, reads_numbers
@@ -24,6 +26,9 @@ from memkit.chunk.circumstances import Circumstances
 from memkit.chunk.tiles import ExactAxis, TileSpan, place_of, tiles
 
 CALL = "tiled_apply(module, x)"
+_REDUCE = "tiled_apply(online_reduce=...)"
+_Place = tuple[int, int, Tensor]  # a dimension, where a half of a tile starts in it, and that half's result
+_FEW_LABELS = 0.01  # the share that rounding may change
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +103,11 @@ def run_tiles(job: TileJob, x: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor
         if index:
             y = fn(x[job.read(pieces)].clone())
         part = _part(y, pieces)
-        part = part if job.reduce is None else _reduced(part, job.reduce, len(total))
+        if job.reduce is not None:
+            halves = [] if index else _reduced_halves(part, job.reduce, len(total))
+            part = _reduced(part, job.reduce, len(total))
+            _check_reduction(part, halves)
+            del halves
         if out is None:
             shape = (*part.shape[: part.dim() - len(total)], *total)
             out = torch.zeros(shape, dtype=part.dtype, device=job.output_device or part.device)
@@ -220,15 +229,57 @@ def _part(y: Tensor, pieces: Sequence[TileSpan]) -> Tensor:
 
 
 def _reduced(part: Tensor, reduce: Callable[[Tensor], Tensor], num_spatial: int) -> Tensor:
-    reduced = reduce(part)
-    if reduced.shape[-num_spatial:] != part.shape[-num_spatial:]:
+    reduced: object = reduce(part)
+    if not isinstance(reduced, Tensor) or reduced.shape[-num_spatial:] != part.shape[-num_spatial:]:
         raise InputError(
-            "tiled_apply(online_reduce=...)",
-            got=f"a result of shape {tuple(reduced.shape)} for a tile of shape {tuple(part.shape)}",
-            expected="unchanged spatial dimensions, at the end",
-            fix="reduce over channels only, for example online_reduce=lambda y: y.argmax(1).",
+            _REDUCE,
+            got=f"a result of {described(reduced)} for a tile of shape {tuple(part.shape)}",
+            expected="one tensor with unchanged spatial dimensions, at the end",
+            fix="reduce over channels only, for example online_reduce=lambda y: y.argmax(1); put several results into "
+            "one tensor, as channels.",
         )
     return reduced
+
+
+def _reduced_halves(part: Tensor, reduce: Callable[[Tensor], Tensor], num_spatial: int) -> list[_Place]:
+    """Reduce halves of a tile by themselves, without a trace; none if results are random.
+
+    A largest value, or an average, is another one in at least one of them.
+    """
+    dim = max(range(-num_spatial, 0), key=lambda each: part.shape[each])
+    half = part.shape[dim] // 2
+    if not half:
+        return []
+    before, held = random_state.capture(), HeldState(reduce, content="counts")
+    starts = (0, part.shape[dim] - half)
+    found = [(dim, at, _reduced(part.narrow(dim, at, half).clone(), reduce, num_spatial)) for at in starts]
+    is_random = not random_state.is_same_state(before, random_state.capture())
+    random_state.restore(before)
+    held.restore()
+    return [] if is_random else found
+
+
+def _check_reduction(reduced: Tensor, halves: Sequence[_Place]) -> None:
+    """Refuse a reduction that compares voxels."""
+    if not all(_are_alike(reduced.narrow(dim, at, half.shape[dim]), half) for dim, at, half in halves):
+        raise InputError(
+            _REDUCE,
+            got="a result that is another one where half of a tile is reduced by itself",
+            expected="a reduction that treats each voxel by itself, because it sees one tile at a time",
+            fix="keep what is computed from channels, such as y.argmax(1), in online_reduce; apply what compares "
+            "voxels (a softmax over space, a scaling by the largest value) to the result of tiled_apply.",
+        )
+
+
+def _are_alike(one: Tensor, other: Tensor) -> bool:
+    """Whether two results are equal up to rounding, which may change a few labels."""
+    if one.shape != other.shape:
+        return False
+    if one.is_floating_point():
+        tolerance = torch.finfo(one.dtype).eps ** 0.5
+        scale = one.abs().nan_to_num(0.0, 0.0, 0.0).max() if one.numel() else 0.0
+        return torch.allclose(one, other, tolerance, float(tolerance * scale), equal_nan=True)
+    return int((one != other).sum()) <= max(1, _FEW_LABELS * one.numel())
 
 
 def check_form(x: Tensor, y: object) -> None:

@@ -340,3 +340,38 @@ def test_volumes_of_one_value_and_volumes_with_nan_are_not_refused(value):
     volume[..., 3, 5, 7] = value
     y = tiled_apply(net, volume, 8)
     torch.testing.assert_close(y, net(volume), rtol=1e-12, atol=1e-12, equal_nan=True)
+
+
+MIXING_VOXELS = {
+    "a scaling by the largest": lambda y: (y - y.min()) / (y.max() - y.min()),
+    "a softmax over space": lambda y: y.flatten(2).softmax(2).view_as(y),
+    "above the mean": lambda y: y > y.mean(),
+    "smoothing": lambda y: nn.functional.avg_pool2d(y, 3, 1, 1, count_include_pad=False),
+}
+
+
+@pytest.mark.parametrize("reduce", MIXING_VOXELS.values(), ids=MIXING_VOXELS)
+@torch.no_grad()
+def test_a_reduction_that_compares_voxels_is_refused(reduce):
+    net, x = nn.Conv2d(1, 3, 3, padding=1).double(), torch.randn(2, 1, 23, 17, dtype=torch.float64)
+    assert_refused(
+        lambda: tiled_apply(net, x, 8, online_reduce=reduce), InputError, "each voxel by itself", "result of"
+    )
+
+
+@torch.no_grad()
+def test_reductions_of_channels_are_checked_without_a_trace():
+    net, x = nn.Conv2d(1, 3, 3, padding=1).double(), torch.randn(2, 1, 23, 17, dtype=torch.float64)
+    seen = []
+
+    def labels(y):
+        seen.append(y.shape)
+        return y.sigmoid_().argmax(1)
+
+    assert torch.equal(tiled_apply(net, x, 8, online_reduce=labels), net(x).argmax(1))
+    assert len(seen) == 9  # tiles
+    for reduce in (lambda y: y.softmax(1), lambda y: torch.stack([y.amax(1), y.sum(1)], 1), lambda y: y > 0):
+        torch.testing.assert_close(tiled_apply(net, x, 8, online_reduce=reduce), reduce(net(x)))
+    tiled_apply(net, x, 8, online_reduce=lambda y: torch.bernoulli(y.sigmoid()))  # random: cannot be compared
+    several = lambda y: (y.argmax(1), y.amax(1))  # noqa: E731 - used once
+    assert_refused(lambda: tiled_apply(net, x, 8, online_reduce=several), InputError, "tuple", "one tensor")
