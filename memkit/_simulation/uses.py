@@ -45,6 +45,7 @@ _LOST, _AS_TEXT = "(lost)", "(text)"  # markers among the followed names
 _FINITE = frozenset({"isnan", "isinf", "isfinite"})  # checks that a healthy training run always passes
 _TRIES = (ast.Try, getattr(ast, "TryStar", ast.Try))
 _RUNNING = str(Path(__file__).parent)  # the code that runs the step
+_RUNNING_TESTS = frozenset({"_pytest", "pluggy", "unittest"})  # a test is a step, too: they catch all errors
 _ADDING = frozenset({"append", "add", "extend", "insert", "appendleft"})
 
 
@@ -95,7 +96,7 @@ def site_of(frame: FrameType) -> Site:
 def is_caught(frame: FrameType | None, error: ast.expr | type[BaseException]) -> bool:
     """Return whether an error that a frame raises is caught within the step, which then goes on another way."""
     kind = error if isinstance(error, type) else _kind_of_error(error, frame)
-    while frame is not None and not frame.f_code.co_filename.startswith(_RUNNING):
+    while frame is not None and not _runs_the_step(frame):
         source = _source(frame)
         for handlers in () if source is None else _handlers(*source, _position(frame)):
             for kinds, body in handlers:
@@ -106,6 +107,11 @@ def is_caught(frame: FrameType | None, error: ast.expr | type[BaseException]) ->
                     break
         frame = frame.f_back
     return False
+
+
+def _runs_the_step(frame: FrameType) -> bool:
+    package, _, _ = str(frame.f_globals.get("__name__", "")).partition(".")
+    return package in _RUNNING_TESTS or frame.f_code.co_filename.startswith(_RUNNING)
 
 
 def _may_catch(caught: type | None, raised: type | None) -> bool:
