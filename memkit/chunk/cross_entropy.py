@@ -189,9 +189,10 @@ class _Problem:
             return self
         # A chunk's rows are copied, and their gradient too: the fewer logits make room for both.
         wide, width, num_classes = accumulator_dtype(self.dtype).itemsize, self.x.shape[1], len(self.weight)
-        room = min(self.chunk_size, len(self.x)) * num_classes * wide - counted.nbytes
+        most = min(self.chunk_size, len(self.x))
+        room = most * num_classes * wide - counted.nbytes
         chunk_size = room // (num_classes * wide + 2 * width * self.x.itemsize)
-        return replace(self, counted=counted, chunk_size=chunk_size) if 2 * chunk_size >= self.chunk_size else self
+        return replace(self, counted=counted, chunk_size=chunk_size) if 2 * chunk_size >= max(most, 1) else self
 
     def _chunks(self) -> Iterator[ChunkRows]:
         num_rows = len(self.x) if self.counted is None else len(self.counted)

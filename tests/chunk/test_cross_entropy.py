@@ -279,7 +279,7 @@ def test_gradients_without_the_ignored_rows_are_torchs(share, chunk_size, smooth
 
 
 @pytest.mark.parametrize("num_classes", [300, 64])
-@pytest.mark.parametrize("chunk_size", [20, 100, 400])
+@pytest.mark.parametrize("chunk_size", [20, 100, 400, 10_000])
 def test_ignored_rows_take_no_time_and_no_memory(chunk_size, num_classes):
     def run(share):
         x, weight, targets = masked(share, num_classes=num_classes)
