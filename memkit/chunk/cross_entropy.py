@@ -182,7 +182,7 @@ class _Problem:
     def without_ignored(self) -> _Problem:
         """Return the problem of the rows that are not ignored, if that is much less work and no more memory."""
         is_known = not isinstance(self.is_counted, FakeTensor) or self.is_counted.constant is not None
-        if not is_known or is_capturing():
+        if not is_known or self.is_counted.is_meta or is_capturing():
             return self
         counted = self.is_counted.squeeze(1).nonzero().squeeze(1)
         if len(counted) > _MOST_COUNTED * len(self.x):

@@ -439,7 +439,7 @@ class ChunkedCall:
         """
         if not self.assembly.passes_few or self._draws or gradients[0] is None:
             return None
-        if fake_mode() is not None or is_capturing():
+        if fake_mode() is not None or gradients[0].is_meta or is_capturing():
             return None
         # The mask takes no more than is spared: a chunk that leaves out rows is half as large.
         if self._num_rows > self.chunk_size // 2 * gradients[0][:1].nbytes:
