@@ -59,7 +59,7 @@ class Assembly(ABC):
         indices: Tensors that forward and backward both read; they must not change in between.
         num_segments: Rows of the outputs, if several rows are reduced to one.
         built_bytes: Bytes allocated before the first chunk and held during the call.
-        passes_few: Whether many rows may get no gradient, however dense that of the outputs is.
+        passes_few: Whether many rows of the last collected call may get no gradient, however dense that of the outputs.
     """
 
     indices: tuple[Tensor, ...] = ()
@@ -86,7 +86,7 @@ class Assembly(ABC):
         """
 
     def rows_with_gradient(self, saved: Sequence[Tensor]) -> Tensor | None:  # noqa: ARG002
-        """Return a mask (num_rows,) of the rows that get a gradient; None if these are all, or likely to be most."""
+        """Return a mask (num_rows,) of the rows that get a gradient, if these may be few; None for all."""
         return None
 
     def segment_bytes(self, outputs: Sequence[Tensor], *, for_backward: bool) -> tuple[int, int]:  # noqa: ARG002

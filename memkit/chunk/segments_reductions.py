@@ -86,8 +86,6 @@ class _Extreme(_OverSegments):
     Edges that have won nothing get no gradient: where segments are large, these are most.
     """
 
-    passes_few = True
-
     def __init__(self, segments: Segments, reduce: Literal["max", "min"]) -> None:
         super().__init__(segments)
         self._how: Literal["amax", "amin"] = "amax" if reduce == "max" else "amin"
@@ -117,6 +115,7 @@ class _Extreme(_OverSegments):
             del message  # before the next chunk runs
         assert best is not None  # noqa: S101 - there is always a chunk
         best.masked_fill_(like_rows(are_empty, best), 0)
+        self.passes_few = best.numel() <= _HOPELESS * self._segments.num_edges
         return [best], [] if winners is None else [winners]
 
     def _take(self, best: Tensor, winners: Tensor | None, are_empty: Tensor, edges: ChunkRows, message: Tensor) -> None:
@@ -159,8 +158,6 @@ class _Extreme(_OverSegments):
 
     def rows_with_gradient(self, saved: Sequence[Tensor]) -> Tensor | None:
         (winners,), num_edges = saved, self._segments.num_edges
-        if winners.numel() > _HOPELESS * num_edges:
-            return None
         found = winners.new_zeros(num_edges + 1, dtype=torch.bool)  # the last one is for segments without a winner
         for start, length in spans(self.num_segments, max(1, self._chunk_size // 4)):
             ranks = winners.narrow(0, start, length).flatten().long().sub_(self._least)

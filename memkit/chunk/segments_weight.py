@@ -36,7 +36,6 @@ class _Weighted(Assembly):
         self._dtype = weight.dtype  # of the messages, once the first is there
         self.indices = (*assembly.indices, weight)
         self.num_segments, self.built_bytes = assembly.num_segments, assembly.built_bytes
-        self.passes_few = assembly.passes_few
 
     @property
     def kind(self) -> Hashable:
@@ -66,6 +65,10 @@ class _Weighted(Assembly):
 
     def rows_with_gradient(self, saved: Sequence[Tensor]) -> Tensor | None:
         return self._assembly.rows_with_gradient(saved)
+
+    @property
+    def passes_few(self) -> bool:  # type: ignore[override]  # it is known once the call is collected
+        return self._assembly.passes_few
 
     def segment_bytes(self, outputs: Sequence[Tensor], *, for_backward: bool) -> tuple[int, int]:
         return self._assembly.segment_bytes(outputs, for_backward=for_backward)
