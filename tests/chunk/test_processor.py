@@ -117,7 +117,8 @@ def test_a_budget_is_never_exceeded_and_is_used(way, budget, mlp, edges):
     plan = proc.last_plan
     assert peak <= plan.predicted_peak_bytes + 1024  # a few numbers
     assert plan.predicted_peak_bytes <= budget * MIB
-    if plan.num_kept + plan.num_partly_kept < plan.num_chunks - 1 and way != "loss":
+    is_in_backward = plan.num_kept + plan.num_partly_kept < plan.num_chunks - 1
+    if is_in_backward and way not in ("loss", "max"):  # where few rows win, the others do not run again
         assert peak >= 0.85 * budget * MIB
 
 
