@@ -1,6 +1,6 @@
-"""Operators that select among all rows of a batch, as in a loss over the hardest examples, and what they select by.
+"""Find the values by which operators select among all rows of a batch, as in a loss over the hardest examples.
 
-Whether parts select the same rows as the whole depends on the rows: a check on rows of any order may see no difference.
+Parts of the batch may select the same rows as the whole by accident. Sorted by these values, they do not.
 """
 
 from __future__ import annotations

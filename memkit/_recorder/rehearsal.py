@@ -171,7 +171,7 @@ class Rehearsal:
         has_fewer_draws: Whether fewer rows drew less often: a loop over rows draws for each, and a part's first row got
             the numbers of the batch's first.
         has_branches: Whether Python branched on the value of a tensor, so that other rows may take the other branch.
-        ranked: What operators select by among all rows, as a number for each row, at most `_MOST_RANKED` times.
+        ranked: The values by which operators select among all rows, one per row, of the last `_MOST_RANKED` operators.
         counts_in_backward: Whether an embedding that is trained divides a row's gradient by its count in the batch.
     """
 

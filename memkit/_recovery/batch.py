@@ -165,7 +165,7 @@ class Attempt:
             else:
                 is_flat = kind is torch.Tensor or (kind is dict and _TENSORS.issuperset(map(type, part.values())))
             if not is_flat:
-                self._content = insist(functools.partial(content_of, part), "copying what a batch holds")
+                self._content = insist(functools.partial(content_of, part), "copying the contents of a batch")
             elif kind is list or kind is dict:
                 self._copy = part.copy()
         if self._watching is not None or self.rollback is not None or remedy is not None:

@@ -164,7 +164,7 @@ def _site(filename: str, version: tuple[int, int], position: tuple[int | None, .
     return Site(Use.UNKNOWN) if tree is None else tree.site(position)
 
 
-# What a `try` around a statement catches: classes of errors (None: all), and what runs then.
+# The handlers of a `try` around a statement: the classes of errors (None: all), and the code that runs then.
 _Handlers = list[tuple[list[ast.expr] | None, list[ast.stmt]]]
 
 

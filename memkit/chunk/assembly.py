@@ -59,7 +59,7 @@ class Assembly(ABC):
         indices: Tensors that forward and backward both read; they must not change in between.
         num_segments: Rows of the outputs, if several rows are reduced to one.
         built_bytes: Bytes allocated before the first chunk and held during the call.
-        passes_few: Whether many rows of the last collected call may get no gradient, however dense that of the outputs.
+        passes_few: Whether many rows of the last collected call may get no gradient, even if the outputs' is dense.
     """
 
     indices: tuple[Tensor, ...] = ()

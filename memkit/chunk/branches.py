@@ -1,4 +1,4 @@
-"""What Python reads from a volume, and whether tiles decide differently by it: `if x.max() > 1: x = x / 255`."""
+"""Detect modules in which tiles take different Python branches on their values: `if x.max() > 1: x = x / 255`."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from memkit.chunk.loss import check_row_reduction
 from memkit.chunk.sizing import ChunkSize, check_chunk_size, is_auto
 
 _MIN_LOGITS_BYTES = 2**20  # measured: smaller chunks are dominated by operator call overhead
-_MOST_COUNTED = 0.75  # of the rows, if the others are left out
+_MOST_COUNTED = 0.75  # share of the rows; with more, the ignored ones are computed too
 _MIN_ROWS = 64  # measured: with fewer rows, reading and writing the weight's gradient outweighs the product
 
 

@@ -435,7 +435,7 @@ class ChunkedCall:
     def marked(self, gradients: Sequence[Tensor | None], saved: Sequence[Tensor]) -> Tensor | None:
         """Return a mask of the rows that get a gradient, if it may pay to run only those again.
 
-        The others' share of all gradients is zero. They must run again if random numbers belong to them.
+        The other rows contribute zero to every gradient. If the function draws random numbers, all rows must run again.
         """
         if not self.assembly.passes_few or self._draws or gradients[0] is None:
             return None

@@ -16,7 +16,7 @@ from memkit.chunk.assembly import Assembly, ChunkResults, ChunkRows, Upstream
 from memkit.chunk.segments_index import Segments
 
 Reduce = Literal["sum", "mean", "max", "min", "softmax", "add", "amax", "amin"]
-_HOPELESS = 2  # winners per edge: if chance distributes them, seven edges in eight win something
+_HOPELESS = 2  # winners per edge: distributed at random, they leave out one edge in eight
 SYNONYMS: Mapping[Reduce, Reduce] = {"add": "sum", "amax": "max", "amin": "min"}  # words of PyG and torch
 
 
@@ -83,7 +83,7 @@ class _Extreme(_OverSegments):
 
     The winning edge of each element is stored as its rank. A later chunk ranks above an earlier one, since its edges
     win only if they beat the earlier winner; within a chunk the first edge ranks highest. So the highest rank wins.
-    Edges that have won nothing get no gradient: where segments are large, these are most.
+    Edges that have won nothing get no gradient; in large segments, most edges have not.
     """
 
     def __init__(self, segments: Segments, reduce: Literal["max", "min"]) -> None:

@@ -61,7 +61,7 @@ class StepGuard:
         self._may_register = False
         if found is not None:
             kind, shares = type(found), known_kind(found) is not None and has_shared_memory(found)
-            self._unknown = f"{kind.__name__}, of parameters that share memory," if shares else kind.__name__
+            self._unknown = f"{kind.__name__} with parameters that share memory" if shares else kind.__name__
             self._may_register = not shares and not exchanges_in_step(kind)
         self.goes_on = self._unknown is None
         self.ooms = OomCount()
