@@ -1,7 +1,9 @@
 """Cost of the wrapper with everything off, over the loop written by hand; and host reads of a step.
 
-Processor time of blocks of steps in turns, so that a busy machine disturbs both alike; the median over rounds of the
-difference, per micro-batch. Host reads are calls of ``aten::_local_scalar_dense``: on an accelerator each one waits.
+Processor time of blocks of steps in turns, so that a busy machine disturbs both alike. Where a network lies in memory
+makes it faster or slower by a per cent: so both train the very same one, and it is made anew several times. The figure
+is the mean over those times of the median over rounds of the difference, per micro-batch, with its standard error.
+Host reads are calls of ``aten::_local_scalar_dense``: on an accelerator each one waits.
 
 The allocator is told to keep what it has: page faults, which vary by 200 us a step here, are not the wrapper's.
 
@@ -13,7 +15,7 @@ from __future__ import annotations
 import gc
 import statistics
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -24,12 +26,13 @@ import memkit as mk
 from benchmarks.result import write_result
 from benchmarks.timing import in_turns, seconds_of
 
-ROUNDS = 41
+NETWORKS, ROUNDS, WARM_UP = 8, 9, 40
 MICROBATCHES = (1, 4)
 # Width of the network, rows of a micro-batch, and micro-batches that are timed as one block: about 20 ms and 100 ms.
 SIZES: dict[str, tuple[int, int, int]] = {"0.3 ms": (64, 32, 64), "10 ms": (384, 384, 8)}
 
 Batch = tuple[Tensor, Tensor]
+Setting = tuple[nn.Module, torch.optim.Optimizer, Batch]
 
 
 class HostReads(TorchDispatchMode):
@@ -54,15 +57,16 @@ def summed_loss(model: nn.Module, batch: Batch) -> mk.Loss:
     return mk.Loss(sum=((model(batch[0]) - batch[1]).square() * valid).sum(), count=valid.sum())
 
 
-def make(width: int, rows: int) -> tuple[nn.Module, torch.optim.Optimizer, Batch]:
+def make(width: int, rows: int) -> Setting:
     torch.manual_seed(0)
     layers = [layer for _ in range(3) for layer in (nn.Linear(width, width), nn.ReLU())]
     model = nn.Sequential(*layers, nn.Linear(width, width))
     return model, torch.optim.SGD(model.parameters(), lr=1e-3), (torch.randn(rows, width), torch.randn(rows, width))
 
 
-def by_hand(width: int, rows: int, num_microbatches: int) -> Callable[[], None]:
-    model, optimizer, (x, y) = make(width, rows * num_microbatches)
+def by_hand(setting: Setting, num_microbatches: int) -> Callable[[], None]:
+    model, optimizer, (x, y) = setting
+    rows = len(x) // num_microbatches
 
     def step() -> None:
         for micro in zip(x.split(rows), y.split(rows), strict=True):
@@ -73,26 +77,40 @@ def by_hand(width: int, rows: int, num_microbatches: int) -> Callable[[], None]:
     return step
 
 
-def wrapped(width: int, rows: int, num_microbatches: int, on_oom: str) -> Callable[[], None]:
-    model, optimizer, batch = make(width, rows * num_microbatches)
+def wrapped(setting: Setting, num_microbatches: int, on_oom: Literal["raise", "exact"]) -> Callable[[], object]:
+    model, optimizer, batch = setting
     trainer = mk.MemoryEfficientTrainingWrapper(model, optimizer, accumulation_steps=num_microbatches, on_oom=on_oom)
     return lambda: trainer.train_step(batch, mean_loss)
 
 
 def measure_overhead(width: int, rows: int, num_steps: int, num_microbatches: int) -> dict[str, float]:
-    steps = {"by hand": by_hand(width, rows, num_microbatches)}
-    steps |= {on_oom: wrapped(width, rows, num_microbatches, on_oom) for on_oom in ("raise", "exact")}
-
-    def seconds_of_a_step(step: Callable[[], None]) -> float:
+    def seconds_of_a_step(step: Callable[[], object]) -> float:
         return seconds_of(lambda: [step() for _ in range(num_steps)]) / num_steps
 
-    in_turns(steps, 1, seconds_of_a_step)  # what the first steps alone do
-    seconds = in_turns(steps, ROUNDS, seconds_of_a_step)
-    hand = statistics.median(seconds["by hand"])
-    row = {"by_hand_us_per_microbatch": 1e6 * hand / num_microbatches}
-    for name in ("raise", "exact"):
-        extra = statistics.median(a - b for a, b in zip(seconds[name], seconds["by hand"], strict=True))
-        row |= {f"{name}_us_per_microbatch": 1e6 * extra / num_microbatches, f"{name}_ratio": 1 + extra / hand}
+    hand: list[float] = []
+    extra: dict[str, list[float]] = {"raise": [], "exact": []}
+    for _ in range(NETWORKS):
+        setting = make(width, rows * num_microbatches)
+        steps = {
+            "by hand": by_hand(setting, num_microbatches),
+            "raise": wrapped(setting, num_microbatches, "raise"),
+            "exact": wrapped(setting, num_microbatches, "exact"),
+        }
+        for step in steps.values():  # the first, second, fourth, … split batches are checked
+            for _ in range(WARM_UP):
+                step()
+        seconds = in_turns(steps, ROUNDS, seconds_of_a_step)
+        hand.append(statistics.median(seconds["by hand"]))
+        for name, found in extra.items():
+            found.append(statistics.median(a - b for a, b in zip(seconds[name], seconds["by hand"], strict=True)))
+    us = 1e6 / num_microbatches
+    row = {"by_hand_us_per_microbatch": us * statistics.mean(hand)}
+    for name, found in extra.items():
+        row |= {
+            f"{name}_us_per_microbatch": us * statistics.mean(found),
+            f"{name}_standard_error_us": us * statistics.stdev(found) / len(found) ** 0.5,
+            f"{name}_ratio": 1 + statistics.mean(found) / statistics.mean(hand),
+        }
     return row
 
 
