@@ -126,9 +126,9 @@ class Loss:
         if isinstance(self.weight, Tensor):
             is_empty = (self.weight == 0).to(value.device)
             return value if self.mean is None else torch.where(is_empty, torch.zeros_like(value), value * self.weight)
-        if not self.weight:
-            return torch.zeros_like(value)
-        return value if self.mean is None else value * self.weight
+        if self.mean is None:
+            return value
+        return value * self.weight if self.weight else torch.zeros_like(value)
 
     def average(self) -> Tensor:
         """The mean, with its graph."""

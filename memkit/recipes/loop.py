@@ -27,7 +27,7 @@ from memkit.recipes.reducers import Reducer
 from memkit.recipes.samplers import held_apart
 from memkit.recipes.stopping import StopSignal
 from memkit.recipes.timeline import Timeline, memory_line
-from memkit.recipes.validation import ValidationFn, ValidationMonitor, metric_of, rows_of_loss, validate
+from memkit.recipes.validation import RowsOfLoss, ValidationFn, ValidationMonitor, metric_of, validate
 from memkit.recipes.words import LOOP_ABSENT, LOOP_WORDS
 from memkit.train.loader import to_device
 from memkit.train.models import device_of
@@ -183,7 +183,7 @@ class MemoryEfficientTrainLoop:
         self.num_steps = 0
         self._device = device_of(trainer.model)
         self._parts = trainer.parts()
-        self._loss_fn, self._val_fn = loss_fn, val_fn or rows_of_loss(loss_fn)
+        self._loss_fn, self._val_fn = loss_fn, val_fn or RowsOfLoss(loss_fn)
         self._validates_by_loss = val_fn is None
         self._val_loader, self._reducers, self._validate_every = val_loader, reducers, validate_every
         self._monitor = monitor
@@ -278,7 +278,6 @@ class MemoryEfficientTrainLoop:
                 device=self._device,
                 reducers=self._reducers if reducers is None else reducers,
                 should_stop=lambda: self._stop.has_arrived,
-                is_of_loss=is_of_loss,
             )
         self._timeline.lap("validation")
         return figures

@@ -92,6 +92,16 @@ class WeightedMean(_Ratio):
 
 
 @final
+class TotalOverCount(_Ratio):
+    """The total of sums over the total of what they count, in float64. A sum counts even if its own count is 0."""
+
+    def update(self, *values: Tensor) -> None:
+        """Add ``(sums, counts)``."""
+        sums, counts = values
+        self._add(sums.sum(dtype=torch.float64), counts.sum(dtype=torch.float64).item())
+
+
+@final
 class Accuracy(_Ratio):
     """The share of rows whose class is among the ``top`` highest scores. A row with a NaN score counts as wrong.
 

@@ -19,7 +19,7 @@ from memkit._gradients.loss import call_loss_fn
 from memkit._machine import random_state
 from memkit._recovery.attempt import Done, unless_failed
 from memkit.recipes.order import repeat_epoch
-from memkit.recipes.reducers import Mean, Reducer, WeightedMean
+from memkit.recipes.reducers import Mean, Reducer, TotalOverCount, WeightedMean
 from memkit.recipes.words import MONITOR_ABSENT, MONITOR_WORDS
 from memkit.train.checks import read_count
 from memkit.train.evaluation import Evaluation
@@ -193,7 +193,6 @@ def validate(
     device: torch.device,
     reducers: Mapping[str, Reducer] | None = None,
     should_stop: Callable[[], bool] = lambda: False,
-    is_of_loss: bool = False,
 ) -> dict[str, Any] | None:
     """Run a validation; each batch's results leave the device at once, and only the figures are kept.
 
@@ -203,11 +202,10 @@ def validate(
         evaluate: The object that ``with trainer.evaluation() as evaluate`` yields.
         loader: The batches.
         fn: ``fn(model, batch)`` returns a mapping: for each figure the input of its reducer, one row per row of the
-            batch, as a tensor or a tuple of tensors.
+            batch, as a tensor or a tuple of tensors. The loss of a `RowsOfLoss` is checked where a batch has to be cut.
         device: Where the model is.
         reducers: By name. A figure without one uses `Mean`, or `WeightedMean` for a tuple ``(values, weights)``.
         should_stop: Called before each batch.
-        is_of_loss: Whether ``fn`` is one of `rows_of_loss`, whose means are checked where a batch has to be cut.
 
     Returns:
         The figures; None if the validation was stopped.
@@ -229,7 +227,8 @@ def validate(
     def figures_of(model: nn.Module, part: Any) -> dict[str, Any]:
         return to_device(_check_figures(fn(model, part)), _HOST)
 
-    evaluate.mean_of = _mean_of_loss if is_of_loss else None
+    is_of_loss = isinstance(fn, RowsOfLoss)
+    evaluate.mean_of = RowsOfLoss.mean if is_of_loss else None
     with random_state.preserved():
         for batch in loader:
             has_batch = True
@@ -241,9 +240,12 @@ def validate(
             first, size = False, _rows_in(batch)
             for name, values in rows.items():
                 _check_rows(name, values, size)
-                is_several = isinstance(values, tuple)
-                reducer = given.setdefault(name, WeightedMean() if is_several else Mean())
-                reducer.update(*(values if is_several else (values,)))
+                parts = values if isinstance(values, tuple) else (values,)
+                usual: Reducer = TotalOverCount() if is_of_loss else Mean() if len(parts) == 1 else WeightedMean()
+                reducer = given.setdefault(name, usual)
+                if is_of_loss and not isinstance(reducer, TotalOverCount):
+                    parts = parts[0] / parts[1], parts[1]  # the user's reducer takes means and weights
+                reducer.update(*parts)
     if not (given and has_batch):
         raise InputError(
             "a validation",
@@ -321,14 +323,21 @@ def metric_of(figures: Mapping[str, Any], monitor: ValidationMonitor) -> Any:
     return figures[monitor.metric]
 
 
-def rows_of_loss(loss_fn: Callable[[nn.Module, Any], Any]) -> ValidationFn:
-    """Turn a training loss function into a function for `validate`: the exact mean over all rows, as ``"loss"``.
+class RowsOfLoss:
+    """Turns a training loss function into a function for `validate`: the exact mean over all rows, as ``"loss"``.
 
     A batch without a common row dimension needs a `Loss` with a count: nothing else gives the weight of its mean.
+
+    Args:
+        loss_fn: Called as ``loss_fn(model, batch)``.
     """
 
-    def rows_fn(model: nn.Module, batch: Any) -> dict[str, tuple[Tensor, Tensor]]:
-        loss = call_loss_fn(loss_fn, model, batch, call="loss_fn of a validation")
+    def __init__(self, loss_fn: Callable[[nn.Module, Any], Any]) -> None:
+        self._loss_fn = loss_fn
+
+    def __call__(self, model: nn.Module, batch: Any) -> dict[str, tuple[Tensor, Tensor]]:
+        """Return each row's share of the batch's total and of its count."""
+        loss = call_loss_fn(self._loss_fn, model, batch, call="loss_fn of a validation")
         count = None if loss.count is None else read_count(loss.count, stay_on_device=False, call=_CALL_COUNT)
         try:
             num_rows = count_rows(batch)
@@ -341,15 +350,14 @@ def rows_of_loss(loss_fn: Callable[[nn.Module, Any], Any]) -> ValidationFn:
                     expected="the weight of this loss relative to other batches",
                     fix="return mk.Loss(mean=loss, count=n), or pass val_fn=...",
                 ) from error
-        mean = loss.average().reshape(())
-        dtype = torch.promote_types(mean.dtype, torch.float32)
-        weight = mean.new_tensor(num_rows if count is None else count, dtype=dtype) / num_rows
-        return {"loss": (mean.expand(num_rows), weight.expand(num_rows))}
+        count = float(num_rows) if count is None else count
+        total = loss.detached(count).total() / num_rows
+        dtype = torch.promote_types(total.dtype, torch.float32)
+        weight = total.new_tensor(count / num_rows, dtype=dtype)
+        return {"loss": (total.expand(num_rows), weight.expand(num_rows))}
 
-    return rows_fn
-
-
-def _mean_of_loss(figures: dict[str, Any]) -> Tensor:
-    pair: tuple[Tensor, Tensor] = figures["loss"]
-    values, weights = pair
-    return (values * weights)[weights > 0].sum() / weights.sum()
+    @staticmethod
+    def mean(figures: dict[str, Any]) -> Tensor:
+        """Return the mean over the rows of a result."""
+        pair: tuple[Tensor, Tensor] = figures["loss"]
+        return pair[0].sum() / pair[1].sum()

@@ -316,6 +316,16 @@ def warn_of_idle_step(caller: Caller) -> None:
     )
 
 
+def warn_of_lost_sums(caller: Caller) -> None:
+    """Warn that a group's sums have a gradient, but that nothing was counted."""
+    warn_user(
+        f"{caller.kind}: nothing was trained, as the counts of this group's losses add up to 0. Its losses are sums "
+        "with a gradient, whose mean would be a division by zero. Way out, if such batches are to train: divide by a "
+        "number that is never 0, such as the whole batch's max(1, n), passed along in the batch: return "
+        "mk.Loss(sum=num_rows * total / max(1, n), count=len(rows)), where num_rows and n are the whole batch's."
+    )
+
+
 def warn_of_accumulate_hooks(caller: Caller) -> None:
     """Warn of hooks that see each micro-batch's sum so far."""
     warn_user(

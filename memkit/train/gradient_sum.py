@@ -39,6 +39,7 @@ from memkit.train.checks import (
     warn_of_accumulate_hooks,
     warn_of_foreign_gradients,
     warn_of_idle_step,
+    warn_of_lost_sums,
 )
 from memkit.train.gradients import (
     add_gradients,
@@ -49,6 +50,7 @@ from memkit.train.gradients import (
     has_reentrant_checkpoint,
     have_gradients,
     have_hooks_together,
+    have_nonzero_gradients,
     list_parameters,
     multiply_gradients,
     narrow_gradients,
@@ -185,14 +187,14 @@ class GradientSum:
             is_whole: Whether it is a group by itself.
         """
         self._open()
+        # A constant adds nothing. A mean of nothing may be NaN; a sum may hold more than what is counted, such as that
+        # of all anchors of images without objects.
+        factor = float(weight) if reduction == "mean" else float(loss.requires_grad)
         if self.predivisor is None:
             # By itself, a micro-batch has the plain backward: hooks see its gradient as it is.
             is_exact = is_whole and self.shards is None and expected > 0
-            self.predivisor = float(expected) if is_exact else self._power_of_two(expected)
-        is_nothing = (isinstance(weight, float) and weight == 0) or not loss.requires_grad  # a constant counts nothing
-        factor = 0.0 if is_nothing else 1.0
-        if reduction == "mean":
-            factor = float(weight)
+            predivisor = float(expected) if is_exact else self._power_of_two(expected)
+            self.predivisor = predivisor or (1.0 if factor else None)
         if (factor and self._trainable) or self.shards:  # the other shards wait for this rank's backward
             factor /= self.predivisor or 1.0
             self._backward(loss, factor, retain_graph=retain_graph, all_or_nothing=all_or_nothing)
@@ -462,24 +464,31 @@ class GradientSum:
             widen_for_step(self._parameters, self._sum_dtype, self.ranks)
         if self.ranks is not None:
             total, present, is_last = self.ranks.agree(self._parameters, total, is_last=is_last)
+        if not 0 < total < math.inf:
+            self._leave_out(total)
+            return is_last
+        if self._on_step is not None:
+            self._on_step()
+        if self.shards and not any(present):
+            refuse_missing_gradients(self._caller)
+        # Turn the sum into the mean, or into the sum of the micro-batches' losses, unless `settle` has done so.
+        factor = (self.predivisor or 1.0) / (total if self._objective == "mean" else 1.0)
+        if self.shards is not None:
+            factor *= self.shards.num_ranks  # each backward averages over the ranks
+        if factor != 1.0 and self._factor is None:
+            self._multiply(factor)
+        if isinstance(self.ranks, Replicas):
+            self.ranks.sum_gradients(self._parameters, present)
+            self.ranks.broadcast_buffers()
+        self._step_optimizers(then)
+        return is_last
+
+    def _leave_out(self, total: float) -> None:
+        """Refuse a step whose total weight is not finite, and warn of one without weight, unless it has no gradient."""
         if not math.isfinite(total):
             refuse_total(self._caller)
-        if total > 0:
-            if self._on_step is not None:
-                self._on_step()
-            if self.shards and not any(present):
-                refuse_missing_gradients(self._caller)
-            # Turn the sum into the mean, or into the sum of the micro-batches' losses, unless `settle` has done so.
-            factor = (self.predivisor or 1.0) / (total if self._objective == "mean" else 1.0)
-            if self.shards is not None:
-                factor *= self.shards.num_ranks  # each backward averages over the ranks
-            if factor != 1.0 and self._factor is None:
-                self._multiply(factor)
-            if isinstance(self.ranks, Replicas):
-                self.ranks.sum_gradients(self._parameters, present)
-                self.ranks.broadcast_buffers()
-            self._step_optimizers(then)
-        return is_last
+        if have_nonzero_gradients(self._parameters):
+            warn_of_lost_sums(self._caller)
 
     def _multiply(self, factor: float) -> None:
         insist(lambda: multiply_gradients(self._parameters, factor), "normalizing the gradients")

@@ -97,6 +97,12 @@ def have_gradients(parameters: Iterable[torch.Tensor]) -> bool:
     return False
 
 
+def have_nonzero_gradients(parameters: Iterable[torch.Tensor]) -> bool:
+    """Return whether this process's part of any gradient is not zero; waits for the device."""
+    parts = [local_part(each.grad) for each in parameters if each.grad is not None]
+    return any(bool((each.coalesce().values() if each.is_sparse else each).any()) for each in parts)
+
+
 def has_gradient(optimizer: Optimizer) -> bool:
     """Return whether any parameter of an optimizer has a gradient."""
     for group in optimizer.param_groups:

@@ -496,6 +496,8 @@ class Examination:
         whole = yield from self._run_whole()
         if whole is None:
             return self._not_checked()
+        if not whole.count:
+            return self._uninformative("the count of the rows that were checked is zero")
         if not _is_finite(whole.vectors):
             return (yield from self._judge_not_finite())
         self._ranked = parts, list(self._rehearsal.ranked)
@@ -637,10 +639,10 @@ class Examination:
             slope = count if loss.reduction == "mean" else 1.0
         root = loss.value.reshape(())
         if self._only_losses:
-            return _Gradient([], count, float(root.detach().real) * slope if count else 0.0, adds_up)
+            return _Gradient([], count, float(root.detach().real) * slope if slope else 0.0, adds_up)
         self._kind = self._kind or tuple(each.operators for each in divisors(loss.value))
-        if not count:
-            return _Gradient([None] * len(parameters), 0.0, 0.0)
+        if not count and not (slope and root.requires_grad):  # the mean, or the sum, of nothing
+            return _Gradient([None] * len(parameters), 0.0, float(root.detach().real) if slope else 0.0)
         # Those that a loss freezes itself, such as those of a GAN's other network, get no gradient.
         places = [index for index, each in enumerate(parameters) if each.requires_grad]
         wanted = [parameters[index] for index in places]
@@ -861,8 +863,9 @@ class Examination:
 
     def _other_weights(self, whole: _Gradient, parts: Sequence[_Gradient]) -> Literal["weights", "sum"] | None:
         """Return whether the whole is a weighted mean or the sum of the parts; None if it is neither."""
-        if any(not each.count or not _is_finite(each.vectors) for each in parts):
+        if any(not _is_finite(each.vectors) or not (each.count or _norm(each.vectors)) for each in parts):
             return "weights"  # a part without any items: 0 / 0
+        parts = [each for each in parts if each.count]
         # All parameters have equal weight, but for coarse gradients: those of a few casts must not excuse the others.
         norms = np.array([0.0 if each is None else float(np.linalg.norm(each)) for each in whole.mean()])
         rounding = _TIMES_ROUNDING * self._rounding

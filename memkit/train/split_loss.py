@@ -187,8 +187,8 @@ class SplitLoss(Uncopied):
 
         Args:
             batch: A pytree of tensors with the rows in dimension 0, on the model's device; or what ``split_fn`` takes.
-            loss_fn: ``loss_fn(model, micro_batch)`` returns the micro-batch's loss, see ``reduction``. A micro-batch
-                with count 0 contributes exactly nothing; if all counts are 0, loss and gradient are 0. It is called
+            loss_fn: ``loss_fn(model, micro_batch)`` returns the micro-batch's loss, see ``reduction``. A mean with
+                count 0 contributes exactly nothing; if all counts are 0, loss and gradient are 0. It is called
                 with the module inside DistributedDataParallel; the DDP wrapper must not run.
             scale: The factor a loss scaler will multiply the loss by (``scaler.get_scale()``), so that gradients in
                 float16 do not underflow; the returned loss is not scaled. None is 1, with a warning if the loss is
@@ -370,8 +370,8 @@ class _Total:
         if count is not None:
             if self._count is None:
                 self._count, self._unit = 0.0, count or 1.0
-            weight = (count if loss.reduction == "mean" else 1.0) / self._unit if count else 0.0
-        if weight:
+            weight = (count if loss.reduction == "mean" else 1.0) / self._unit
+        if weight and loss.value.requires_grad:
             root = loss.value.reshape(())
             slope = torch.full_like(root, weight) * scale
             # The hooks run once, on the batch's gradient.
@@ -403,7 +403,7 @@ class _Total:
 
     def as_loss(self, scale: float | torch.Tensor) -> torch.Tensor:
         """Return a loss whose backward hands the gradient over."""
-        if self._value is None:  # the total weight is zero; other ranks still wait for a gradient
+        if self._value is None or self._count == 0:  # the total weight is zero; other ranks still wait for a gradient
             self._gradients = [torch.zeros_like(each) for each in self.parameters]
             self._value = torch.zeros((), device=self.parameters[0].device)
         # Only parameters that the loss reaches: the others should have no gradient, not zeros.

@@ -12,7 +12,7 @@ from torch import nn
 
 import memkit as mk
 from memkit._gradients.loss import read_loss
-from memkit.recipes.validation import rows_of_loss
+from memkit.recipes.validation import RowsOfLoss
 from tests.helpers import assert_refused, flat_gradient
 from tests.toys import classify, mean_square, out_of_memory, trainer_of
 
@@ -193,7 +193,7 @@ OF_ONE_LOSS = {  # where a loss function is called, and how the error calls it
         torch.no_grad()(lambda loss_fn: mk.SplitLoss(make_model())(make_batch(), loss_fn)),
         "SplitLoss.*",
     ),
-    "validation": (lambda loss_fn: rows_of_loss(loss_fn)(make_model(), make_batch()), "loss_fn of a validation: .*"),
+    "validation": (lambda loss_fn: RowsOfLoss(loss_fn)(make_model(), make_batch()), "loss_fn of a validation: .*"),
     "estimate": (lambda loss_fn: mk.estimate_memory_usage(make_model(), make_batch(), loss_fn), ""),
 }
 PLAN = {"optimizer": "sgd", "target": "cpu"}

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import memkit as mk
-from memkit.recipes.validation import ValidationMonitor, rows_of_loss, validate
+from memkit.recipes.validation import RowsOfLoss, ValidationMonitor, validate
 from tests.allocations import trace_allocations
 from tests.helpers import assert_refused
 from tests.toys import SmallRoom, fits, mean_square, out_of_memory, trainer_of
@@ -102,7 +102,7 @@ def test_oversized_batch_gives_equal_figures():
     torch.manual_seed(1)
     model = SmallRoom(8, 1)
     loader = [torch.randn(rows, 8) for rows in (33, 7)]
-    found = run(trainer_of(model), loader, rows_of_loss(mean_square))
+    found = run(trainer_of(model), loader, RowsOfLoss(mean_square))
     expected = model.whole(torch.cat(loader)).square().mean().item()
     assert found["loss"] == pytest.approx(expected, rel=1e-6)
 
@@ -119,7 +119,7 @@ def test_weighted_losses_with_a_weightless_batch():
     total = sum(loss_fn(model, batch).sum for batch in loader) / 4
     averaged = lambda model, batch: mk.Loss(mean=loss_fn(model, batch).average(), count=batch["valid"].sum())  # noqa: E731
     for each in (loss_fn, averaged):  # the mean over nothing is NaN
-        found = run(trainer_of(model), loader, rows_of_loss(each))
+        found = run(trainer_of(model), loader, RowsOfLoss(each))
         assert found["loss"] == pytest.approx(total.item(), rel=1e-6)
 
 
@@ -128,7 +128,7 @@ def test_counts_of_losses_in_half_precision_are_exact():
     for dtype, counts in ((torch.bfloat16, (1001, 1)), (torch.float16, (70_000, 7))):
         loader = [{"x": torch.tensor([float(place)]), "count": count} for place, count in enumerate(counts)]
         loss_fn = lambda _, batch, dtype=dtype: mk.Loss(mean=batch["x"].mean().to(dtype), count=batch["count"])  # noqa: E731
-        found = run(trainer_of(nn.Linear(3, 1)), loader, rows_of_loss(loss_fn))
+        found = run(trainer_of(nn.Linear(3, 1)), loader, RowsOfLoss(loss_fn))
         assert found["loss"] == pytest.approx(counts[1] / sum(counts), rel=1e-6)
 
 
@@ -136,7 +136,7 @@ def test_counts_of_losses_in_half_precision_are_exact():
 def test_an_invalid_count_is_refused(count):
     loss_fn = lambda model, rows: mk.Loss(mean=model(rows).mean(), count=count)  # noqa: E731
     with pytest.raises(mk.errors.InputError, match=r"count of loss_fn of a validation.*zero or more"):
-        run(trainer_of(nn.Linear(3, 1)), [torch.ones(2, 3)], rows_of_loss(loss_fn))
+        run(trainer_of(nn.Linear(3, 1)), [torch.ones(2, 3)], RowsOfLoss(loss_fn))
 
 
 def test_losses_without_rows_are_weighted_by_counts():
@@ -152,11 +152,11 @@ def test_losses_without_rows_are_weighted_by_counts():
     def summed(model, graphs):
         return mk.Loss(sum=losses(model, graphs).sum(), count=len(graphs["x"]))
 
-    found = run(trainer, loader, rows_of_loss(summed))
+    found = run(trainer, loader, RowsOfLoss(summed))
     expected = losses(model, {"x": torch.cat([graphs["x"] for graphs in loader])}).mean()
     assert found["loss"] == pytest.approx(expected.item(), rel=1e-6)
     with pytest.raises(mk.errors.InputError, match=r"a loss without its count.*return mk.Loss\(mean=loss, count=n\)"):
-        run(trainer, loader, rows_of_loss(lambda model, graphs: losses(model, graphs).mean()))
+        run(trainer, loader, RowsOfLoss(lambda model, graphs: losses(model, graphs).mean()))
 
 
 def test_figures_have_names():
