@@ -61,7 +61,7 @@ class Checker:
             rule = " ".join(f"{word} {end:g}" for word, end in ends if math.isfinite(end))
             meant = _number_in(value) if isinstance(value, str) else found
             nearest = meant if low <= meant <= high and above < meant < below else high if meant > high else low
-            if (low, high) == (0, 1) and 2 <= found <= 100:
+            if (low, high) == (0, 1) and 5 <= found <= 100:
                 nearest = found / 100  # a percentage
             suggested = (
                 f"pass {name}={nearest if math.isfinite(nearest) else _example(max(low, above), min(high, below)):g}."

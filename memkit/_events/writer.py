@@ -72,6 +72,7 @@ class EventWriter:
         self._has_failed = False
         self._pid = os.getpid()
         line = _header_line(header)
+        _check_place(self.path)
         self._file = self.path.open("a+b", buffering=0)
         try:
             self._lock()
@@ -240,6 +241,21 @@ def _header_record(header: LogHeader) -> dict[str, Any]:
     """Return the JSON object of a header."""
     known = asdict(header, dict_factory=lambda pairs: {name: value for name, value in pairs if value is not None})
     return {"schema": SCHEMA, **known, "units": "bytes"}
+
+
+def _check_place(path: Path) -> None:
+    """Refuse a directory as a log, and a path in a directory that does not exist."""
+    call = f"log={str(path)!r}"
+    if path.is_dir():
+        fix = f"add a file name: log={str(path / 'memory_events.jsonl')!r}."
+        raise InputError(call, got="a directory", expected="the path of a file", fix=fix)
+    if not path.parent.is_dir():
+        raise InputError(
+            call,
+            got=f"a path in {str(path.parent)!r}, which is not a directory",
+            expected="a path in a directory that exists",
+            fix=f"create it first: os.makedirs({str(path.parent)!r}, exist_ok=True).",
+        )
 
 
 def _header_line(header: LogHeader) -> bytes:

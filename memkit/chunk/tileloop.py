@@ -285,9 +285,13 @@ def _are_alike(one: Tensor, other: Tensor) -> bool:
 def check_form(x: Tensor, y: object) -> None:
     """Refuse a result that is not one tensor with the input's number of dimensions."""
     if not isinstance(y, Tensor) or y.dim() != x.dim() or len(y) != len(x):
+        # Convolutions take (channels, *spatial) too, so the first of the spatial dimensions was taken for the channels.
+        is_unbatched = isinstance(y, Tensor) and y.dim() == x.dim() and y.shape[1:] == x.shape[1:]
         raise InputTypeError(
             CALL,
             got=f"a module that returns {described(y)} for an input of shape {tuple(x.shape)}",
             expected="one tensor (B, channels, *spatial) with as many dimensions as the input",
-            fix="wrap the module in one that returns the tensor you need; pool or flatten outside it.",
+            fix="pass a batch, of one: tiled_apply(module, x[None], tile)[0]."
+            if is_unbatched
+            else "wrap the module in one that returns the tensor you need; pool or flatten outside it.",
         )

@@ -418,7 +418,7 @@ class _HostDraws:
 
 def _ratio_meant(low: float, high: float) -> float | tuple[float, float]:
     """Return the ratio that was probably meant: the ends in order, percentages as fractions."""
-    low, high = (each / 100 if 1 < each <= 100 else each for each in sorted((low, high)))
+    low, high = (each / 100 if 5 <= each <= 100 else each for each in sorted((low, high)))
     if not 0 < low <= high <= 1:
         return 0.3, 0.7
     return low if low == high else (low, high)

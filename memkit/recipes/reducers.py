@@ -127,17 +127,28 @@ class Accuracy(_Ratio):
         """Add ``(scores, targets)``: (N, C) of any float dtype, and (N,) class indices.
 
         Raises:
-            InputError: The shapes do not match.
+            InputError: The shapes do not match; or a target is no class, and not ``ignore_index``.
         """
         shapes = [tuple(each.shape) for each in values]
         if len(shapes) != 2 or len(shapes[0]) != 2 or shapes[1] != shapes[0][:1]:
             _refuse("Accuracy.update(scores, targets)", f"shapes {shapes}", "scores (N, C) and targets (N,)")
         scores, targets = values
+        self._check(targets, scores.shape[1])
         best = scores.topk(min(self._top, scores.shape[1]), dim=1).indices
         is_right = (best == targets[:, None]).any(dim=1) & ~scores.isnan().any(dim=1)
         if self._ignored is not None:
             is_right = is_right[targets != self._ignored]
         self._add(is_right.sum(), is_right.numel())
+
+    def _check(self, targets: Tensor, num_classes: int) -> None:
+        call, expected = "Accuracy.update(scores, targets)", f"class indices from 0 to {num_classes - 1}"
+        if targets.is_floating_point() or targets.is_complex():
+            fix = "convert labels with targets.long(), and probabilities of classes with targets.argmax(1)."
+            raise InputError(call, got=f"targets of dtype {targets.dtype}", expected=expected, fix=fix)
+        wrong = set(targets[(targets < 0) | (targets >= num_classes)].tolist()) - {self._ignored}
+        if wrong:
+            fix = f"if it marks rows to leave out, write Accuracy(ignore_index={min(wrong)})."
+            raise InputError(call, got=f"the target {min(wrong)}", expected=expected, fix=fix)
 
 
 def _refuse(call: str, got: str, expected: str) -> None:

@@ -260,6 +260,8 @@ def test_forms():
     x = torch.zeros(1, 1, 20, 20)
     assert_refused(lambda: tiled_apply(torch.relu, x, 8), InputTypeError, r"an nn\.Module")
     assert_refused(lambda: tiled_apply(same(1, 2), x.long(), 8), InputTypeError, r"\(B, C, \*spatial\)")
+    with pytest.raises(InputTypeError, match=r"pass a batch, of one: tiled_apply\(module, x\[None\], tile\)\[0\]"):
+        tiled_apply(nn.Conv3d(1, 2, 3, padding=1), torch.rand(1, 9, 9, 9), 4)
     with pytest.raises(InputTypeError, match=r"returns a Tensor of shape \(1, 144\)"):
         tiled_apply(nn.Sequential(same(1, 1), nn.Flatten()), x[..., :12, :12], 8)
 

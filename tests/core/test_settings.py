@@ -46,6 +46,7 @@ def test_valid_values_come_back(check: Callable[[], Any], want: object) -> None:
 
 REFUSALS: list[tuple[Callable[[], Any], type[MemkitError], str, str, str]] = [
     (lambda: CHECK.number("p", 1.5, 0, 1), ConfigError, "p=1.5", "a finite number from 0 to 1", "pass p=1."),
+    (lambda: CHECK.number("p", 2, 0, 1), ConfigError, "p=2", "a finite number from 0 to 1", "pass p=1."),
     (lambda: CHECK.number("p", math.nan, 0, 1), ConfigError, "p=nan", "a finite number from 0 to 1", "pass p=0."),
     (lambda: CHECK.number("p", 0, above=0, below=1), ConfigError, "p=0", "above 0 below 1", "pass p=0.5."),
     (lambda: CHECK.number("p", 1, 0, below=1, fix="try 0.2."), ConfigError, "p=1", "from 0 below 1", "try 0.2."),

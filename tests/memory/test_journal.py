@@ -188,8 +188,12 @@ def test_a_killed_managers_log_is_free_at_once(tmp_path):
 
 
 def test_rejects_missing_directory(tmp_path):
-    with pytest.raises(FileNotFoundError):
-        mk.MemoryManager("cpu", log=tmp_path / "not there" / "memory_events.jsonl")
+    for log, text in (
+        (tmp_path / "not there" / "memory_events.jsonl", "which is not a directory.*create it first: os.makedirs"),
+        (tmp_path, "got a directory.*add a file name"),
+    ):
+        with pytest.raises(mk.errors.InputError, match=text):
+            mk.MemoryManager("cpu", log=log)
 
 
 def test_after_close_events_stay_in_memory(tmp_path):

@@ -68,6 +68,13 @@ def test_empty_result_is_none_and_reset_clears(reducer):
     [
         (WeightedMean(), (torch.ones(3), torch.ones(2)), "two tensors of the same shape"),
         (Accuracy(), (torch.ones(3), torch.ones(3)), r"scores \(N, C\)"),
+        (Accuracy(), (torch.ones(2, 3), torch.tensor([1, -100])), r"target -100.*write Accuracy\(ignore_index=-100\)"),
+        (
+            Accuracy(ignore_index=-1),
+            (torch.ones(2, 3), torch.tensor([-1, 3])),
+            "target 3; expected .* from 0 to 2",
+        ),
+        (Accuracy(), (torch.ones(2, 3), torch.tensor([1.0, 0.0])), r"dtype torch.float32.*targets.long\(\)"),
     ],
 )
 def test_rejects_mismatched_inputs(reducer, values, text):

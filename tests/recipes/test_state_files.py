@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from memkit._core.errors import ConfigError, FileFormatError, InputError, MemkitWarning
+from memkit._core.errors import ConfigError, FileFormatError, InputError, InputTypeError, MemkitWarning
 from memkit.recipes.state import files as statefiles
 from memkit.recipes.state.manager import TrainingStateManager
 from tests.helpers import assert_refused
@@ -149,11 +149,23 @@ def test_settings(tmp_path, settings, text):
     assert_refused(lambda: TrainingStateManager(tmp_path, **settings), ConfigError, text)
 
 
+def test_the_directory_is_checked_before_training(tmp_path):
+    file = tmp_path / "file"
+    file.write_text("")
+    refusals = {
+        None: (InputTypeError, r"got a NoneType.*write TrainingStateManager\('states'\)"),
+        file: (InputError, r"got the path of a file.*write TrainingStateManager\(.*states"),
+    }
+    for directory, (kind, text) in refusals.items():
+        assert_refused(lambda directory=directory: TrainingStateManager(directory), kind, text)
+
+
 def check_failed_save(manager, error_number, *, repair):
     """A save fails and leaves all as it was; after the repair the next one works, and nothing else is there."""
     with pytest.raises(OSError) as raised:  # noqa: PT011 - the number is checked below
         manager.save(30, model=model_of(3.0))
     assert raised.value.errno == error_number
+    assert any("save(30, ...) could not write to" in note for note in raised.value.__notes__)
     assert not list(manager.directory.glob(".memkit-*"))
     assert value_of(manager) == (20, 2.0)
     repair()
@@ -285,8 +297,8 @@ def test_background_save_writes_values_of_the_call(tmp_path, monkeypatch):
 
 
 def test_an_error_in_the_background_comes_out_of_the_next_call(tmp_path):
-    (tmp_path / "file").write_text("in the way")
     manager = TrainingStateManager(tmp_path / "file", background=True)
+    (tmp_path / "file").write_text("in the way")
     manager.save(1, model=model_of(1.0))
     with pytest.raises(FileExistsError):
         manager.save(2, model=model_of(2.0))
@@ -303,8 +315,8 @@ def test_manifest_lists_contents(manager):
 
 
 def test_background_error_is_reported_without_later_call(tmp_path):
-    (tmp_path / "file").write_text("in the way")
     manager = TrainingStateManager(tmp_path / "file", background=True)
+    (tmp_path / "file").write_text("in the way")
     manager.save(1, model=model_of(1.0))
     manager._writer.join()
     del manager

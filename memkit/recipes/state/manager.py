@@ -112,7 +112,21 @@ class TrainingStateManager(Uncopied, Closing):
         check = Checker("TrainingStateManager(...)")
         if mode is not None:
             check.choice("mode", mode, ("min", "max"))
+        if not isinstance(directory, str | os.PathLike):
+            raise InputTypeError(
+                "TrainingStateManager(directory)",
+                got=f"a {type(directory).__name__}",
+                expected="the path of a directory",
+                fix="write TrainingStateManager('states').",
+            )
         self.directory = Path(directory)
+        if self.directory.exists() and not self.directory.is_dir():
+            raise InputError(
+                f"TrainingStateManager({str(directory)!r})",
+                got="the path of a file",
+                expected="a directory, which is created if it does not exist",
+                fix=f"write TrainingStateManager({str(self.directory.with_name('states'))!r}).",
+            )
         self.mode = mode
         self._keep, self._background = check.whole("keep", keep, 1), check.flag("background", background)
         self._has_told = False  # of trained parameters that no object saves
@@ -157,7 +171,15 @@ class TrainingStateManager(Uncopied, Closing):
         """
         call = f"TrainingStateManager.save({as_whole(step) if as_whole(step) is not None else 'step'}, ...)"
         with self._exclusively(call):
-            self._save(_as_step(step), _as_metric(step, metric), objects)
+            try:
+                self._save(_as_step(step), _as_metric(step, metric), objects)
+            except OSError as error:
+                error.add_note(
+                    f"{call} could not write to {str(self.directory)!r}. The states there are intact, and nothing of "
+                    "this one is left. Way out: free disk space, keep fewer states (keep=1), or choose another "
+                    "directory; then call save again."
+                )
+                raise
 
     def restore(self, which: Literal["latest", "best"] | int = "latest", /, **objects: Any) -> int | None:
         """Restore a state into the objects, with the random state: into all of them or none.
