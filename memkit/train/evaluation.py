@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -58,6 +59,7 @@ class Evaluation:
         # Keys of functions whose rows were found independent, and of those of which a warning said that nobody knows.
         self._checked: set[object] = set()
         self._told: set[object] = set()
+        self._has_entries: dict[object, bool] = {}  # by function: a list with an entry for each row, or one of columns
         self._has_checked_means = False
         self._host = random_state.HostState()
         self._quiet: set[object] = set()  # keys of functions, and None for the model, that were seen to change nothing
@@ -68,16 +70,18 @@ class Evaluation:
 
         Args:
             batch: Tensors with the rows in dimension 0, in any containers. Other batches, such as graphs, run whole.
-            fn: ``fn(model, part)`` returns tensors (n, ...), one row for each row of the part, alone or in containers.
-                To keep the results in host memory, let it return them there.
+            fn: ``fn(model, part)`` returns tensors (n, ...), one row for each row of the part, alone or in containers;
+                or a list with one entry for each row, whatever the entries are, as a detector does. To keep the results
+                in host memory, let it return them there.
 
         Returns:
             The result of ``fn(model, batch)``.
 
         Raises:
             InputTypeError: ``fn`` is not a function of model and batch, or ``batch`` is a loader.
-            InputError: The batch was split, and ``fn`` does not return one output row per input row, or its rows depend
-                on one another: a few rows of the first part are run by themselves, and compared.
+            InputError: The batch was split, and ``fn`` does not return one output row per input row, or a list that may
+                hold entries as well as columns, or its rows depend on one another: a few rows of the first part are run
+                by themselves, and compared.
             MemkitOutOfMemoryError: Even one row does not fit, the batch cannot be cut, or ``fn`` has written to it.
 
         Warns:
@@ -139,7 +143,26 @@ class Evaluation:
         if was_clean:
             self._sizes.note_clean_step(key)
         self._has_checked_means = self._has_checked_means or len(results) > 1
-        return results[0][0] if len(results) == 1 else _together(results)
+        return results[0][0] if len(results) == 1 else self._joined(results, fn)
+
+    def _joined(self, results: list[tuple[Any, int]], fn: Callable[[nn.Module, Any], Any]) -> Any:
+        if not all(_is_list_of(size, result) for result, size in results):
+            return _together(results)
+        has_entries = self._has_entries.get(key_of_loss(fn))
+        may_be_columns = all(all(_is_column(leaf, size) for leaf in _leaves(result)) for result, size in results)
+        if has_entries is None and may_be_columns:
+            size = results[0][1]
+            raise InputError(
+                _CALL,
+                got=f"a function that returns a list of {size} with {size} row{'s' * (size > 1)} in each for {size} "
+                f"row{'s' * (size > 1)} of a batch that had to be cut",
+                expected="an unambiguous choice between one entry for each row and one row in each entry",
+                fix="return a tuple, if its tensors have one row for each row; if the list has one entry for each row, "
+                "put a number beside the tensors of an entry: {'boxes': boxes, 'number': len(boxes)}.",
+            )
+        if has_entries or not may_be_columns:
+            return list(itertools.chain.from_iterable(result for result, _ in results))
+        return _together(results)
 
     def _check(self, part: Any, result: Any, size: int, fn: Callable[[nn.Module, Any], Any], *, is_first: bool) -> None:
         """Check whether a part's rows are independent of one another."""
@@ -170,34 +193,66 @@ class Evaluation:
         parts = [pick_rows(part, rows, num_rows=size) for rows in chosen]
         outcomes, is_random = self._run_apart(parts, fn)
         for rows, outcome in zip(chosen, outcomes, strict=True):
-            if isinstance(outcome, Done) and not is_random and not self._are_equal(result, outcome.result, rows):
+            if not isinstance(outcome, Done):
+                continue
+            # Fewer rows give fewer entries, but not fewer columns.
+            self._has_entries[key] = _is_list_of(size, result) and _is_list_of(len(rows), outcome.result)
+            are_equal = self._are_equal_entries if self._has_entries[key] else self._are_equal
+            if not is_random and not are_equal(result, outcome.result, rows, size):
                 raise InputError(
                     _CALL,
                     got=f"a function whose result for {len(rows)} of {size} rows is another one when they are run by "
                     "themselves, for a batch that had to be cut",
                     expected="rows that do not depend on one another",
                     fix="compute what compares rows (distances, a mean over rows) outside of fn, from the results of "
-                    "all rows.",
+                    "all rows; pad to one size for all batches, not to the largest row of a part.",
                 )
         self._checked.add(key)
 
-    def _are_equal(self, result: Any, few: Any, rows: list[int]) -> bool:
+    def _are_equal(self, result: Any, few: Any, rows: list[int], size: int) -> bool:
         """Whether a result for a few rows is what a result for more rows has for them, up to rounding."""
-        for whole, part in zip(pytree.tree_leaves(result), pytree.tree_leaves(few), strict=False):
-            if not all(isinstance(each, torch.Tensor) for each in (whole, part)) or part.shape[:1] != (len(rows),):
+        for whole, part in zip(_leaves(result), _leaves(few), strict=False):
+            if not (_is_column(whole, size) and _is_column(part, len(rows))):
                 continue  # refused when the results are joined
             if whole.shape[1:] != part.shape[1:]:
                 return False
             if (whole == whole[:1]).all():  # a mean of a part, repeated: it is to be averaged over rows
                 continue
             if part.is_floating_point():
-                tolerance = self._tolerance(part.dtype)
-                scale = whole.abs().nan_to_num(0.0, 0.0, 0.0).max() if whole.numel() else 0.0
-                if not torch.allclose(whole[rows], part, tolerance, float(tolerance * scale), equal_nan=True):
+                if not self._are_close(whole[rows], part, whole):
                     return False
-            elif _are_other_choices(whole[rows], part, _LESS_IN_HALF if self._is_in_half() else _LESS):
+            elif _are_other_choices(whole[rows], part, self._less()):
                 return False
         return True
+
+    def _are_equal_entries(self, result: list[Any], few: list[Any], rows: list[int], _: int) -> bool:
+        """Whether entries for a few rows are those of more rows; rounding may change some, as it does a choice.
+
+        It may move a box over a threshold, or in front of another one.
+        """
+        are_equal = [
+            len(_leaves(result[row])) == len(_leaves(entry))
+            and all(map(self._is_equal_leaf, _leaves(result[row]), _leaves(entry)))
+            for row, entry in zip(rows, few, strict=True)
+        ]
+        return not _are_other_choices(torch.ones(len(rows), dtype=torch.bool), torch.tensor(are_equal), self._less())
+
+    def _is_equal_leaf(self, one: Any, other: Any) -> bool:
+        if not all(isinstance(each, (torch.Tensor, int, float)) for each in (one, other)):
+            return not isinstance(one, str) or one == other
+        one, other = torch.as_tensor(one), torch.as_tensor(other)
+        if one.shape != other.shape or one.dtype is not other.dtype:
+            return False
+        is_rounded = one.is_floating_point() or one.is_complex()
+        return self._are_close(one, other, one) if is_rounded else torch.equal(one, other)
+
+    def _are_close(self, one: torch.Tensor, other: torch.Tensor, whole: torch.Tensor) -> bool:
+        tolerance = self._tolerance(other.dtype)
+        scale = whole.abs().nan_to_num(0.0, 0.0, 0.0).max() if whole.numel() else 0.0
+        return torch.allclose(one, other, tolerance, float(tolerance * scale), equal_nan=True)
+
+    def _less(self) -> float:
+        return _LESS_IN_HALF if self._is_in_half() else _LESS
 
     def _check_mean(self, part: Any, result: Any, size: int, fn: Callable[[nn.Module, Any], Any]) -> None:
         """Compare a part's mean with that of its halves; random results cannot be compared."""
@@ -292,7 +347,7 @@ def _telling_rows(result: Any, size: int) -> list[list[int]]:
     of which has the part's smallest or largest value.
     """
     chosen = {tuple(range(max(1, size - 2), size)): None}
-    for each in list(filter(functools.partial(_has_order, size), pytree.tree_leaves(result)))[:_MOST_ORDERS]:
+    for each in list(filter(functools.partial(_has_order, size), _leaves(result)))[:_MOST_ORDERS]:
         rows = each.detach().reshape(size, -1)
         for values, largest in ((rows.amin(1), True), (rows.amax(1), False)):
             found = values.double().topk(min(_MOST_ROWS, size - 1), largest=largest).indices
@@ -386,17 +441,31 @@ def _check_function(fn: object, model: object, batch: object) -> None:
     raise InputTypeError(_CALL, got=got, expected="a function of the model and the rows", fix=fix)
 
 
+def _leaves(result: Any) -> list[Any]:
+    return pytree.tree_leaves(result)
+
+
+def _is_list_of(number: int, result: Any) -> bool:
+    return isinstance(result, list) and len(result) == number
+
+
+def _is_column(leaf: Any, size: int) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.shape[:1] == (size,)
+
+
 def _together(results: list[tuple[Any, int]]) -> Any:
     columns, tree = [], None
     for result, size in results:
         leaves, tree = pytree.tree_flatten(result)
         for leaf in leaves:
-            if not isinstance(leaf, torch.Tensor) or leaf.shape[:1] != (size,):
+            if not _is_column(leaf, size):
                 got = f"shape {tuple(leaf.shape)}" if isinstance(leaf, torch.Tensor) else type(leaf).__name__
+                got += f" in a list of {len(result)}" if isinstance(result, list) else ""
                 raise InputError(
                     _CALL,
                     got=f"a function that returns {got} for {size} rows of a batch that had to be cut",
-                    expected="tensors with one row for each row: a mean of the parts' means is not the batch's mean",
+                    expected="tensors with one row for each row, or a list with one entry for each row: a mean of the "
+                    "parts' means is not the batch's mean",
                     fix="return one value per row (losses with reduction='none'), and average outside of fn.",
                 )
         columns.append(leaves)

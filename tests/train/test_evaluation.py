@@ -315,6 +315,89 @@ def test_rejects_uncombinable_results_after_split(rows):
             evaluate(rows, lambda model, part: model(part).mean())
 
 
+def detect(model, part):
+    """As a detector in eval mode: a dict for each row, of as many boxes as it finds, and a name."""
+    found = []
+    for scores in model(part):
+        boxes = scores[scores > -0.1]
+        found.append({"boxes": boxes, "waves": 1j * boxes, "sum": boxes.sum().item(), "name": f"{len(boxes)} boxes"})
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:.*only one row fits")
+@pytest.mark.parametrize("room", [40, 1])
+def test_a_list_with_an_entry_for_each_row_is_joined_in_order(rows, room):
+    model, trainer = make(room=room)
+    with trainer.evaluation() as evaluate:
+        found = evaluate(rows, detect)
+    expected = detect(model.whole, rows)
+    assert [each.pop("name") for each in found] == [each.pop("name") for each in expected]
+    assert_same(found, expected, 1e-12)
+
+
+def test_entries_and_columns_are_told_apart_by_a_run_of_fewer_rows(rows):
+    """Where two rows fit, a list of two tensors of two rows each may be either."""
+    model, trainer = make(room=2)
+    batch = rows[:4]
+    with trainer.evaluation() as evaluate:
+        columns = evaluate(batch, lambda model, part: [model(part), 2 * model(part)])
+        entries = evaluate(batch, lambda model, part: [torch.stack([row, 2 * row]) for row in model(part)])
+    whole = model.whole(batch)
+    assert_same(columns, [whole, 2 * whole], 1e-12)
+    assert_same(entries, [torch.stack([row, 2 * row]) for row in whole], 1e-12)
+
+
+@pytest.mark.filterwarnings("ignore:.*only one row fits")
+def test_a_list_that_may_hold_entries_or_columns_is_refused(rows):
+    _, trainer = make(room=1)
+    with trainer.evaluation() as evaluate:
+        assert_refused(
+            lambda: evaluate(rows[:4], lambda model, part: [model(part)]),
+            mk.errors.InputError,
+            "returns a list of 1 with 1 row in each for 1 row.*one entry for each row and one row in each entry",
+        )
+
+
+CENTERED = {
+    "values": lambda scores: [{"box": row - scores.mean(0)} for row in scores],
+    "numbers": lambda scores: [{"box": row[: len(scores) % 2]} for row in scores],
+    "names": lambda scores: [f"of {len(scores)}" for _ in scores],
+    "dtypes": lambda scores: [row.float() if len(scores) > 20 else row for row in scores],
+}
+
+
+@pytest.mark.parametrize("fn", CENTERED.values(), ids=CENTERED)
+def test_entries_that_depend_on_other_rows_are_refused(rows, fn):
+    _, trainer = make(room=40)
+    with trainer.evaluation() as evaluate:
+        assert_refused(
+            lambda: evaluate(rows, lambda model, part: fn(model(part))),
+            mk.errors.InputError,
+            "rows that do not depend on one another.*pad to one size",
+        )
+
+
+def test_one_entry_over_a_threshold_is_rounding(rows):
+    _, trainer = make(room=40)
+
+    def fn(model, part):
+        is_apart = len(part) < 10  # of the two rows that are run by themselves, the first has one number more
+        return [row[: 1 + (number == 0 and is_apart)] for number, row in enumerate(model(part))]
+
+    with trainer.evaluation() as evaluate:
+        assert len(evaluate(rows, fn)) == 100
+
+
+def test_a_list_of_another_length_is_refused(rows):
+    _, trainer = make(room=40)
+    with trainer.evaluation() as evaluate:
+        assert_refused(
+            lambda: evaluate(rows, lambda model, part: list(model(part))[1:]),
+            mk.errors.InputError,
+            r"shape \(2,\) in a list of 24 for 25 rows.*or a list with one entry for each row",
+        )
+
+
 def test_other_errors_pass_through(rows):
     _, trainer = make(room=40, on_oom="raise")
     with trainer.evaluation() as evaluate, pytest.raises(torch.OutOfMemoryError):
