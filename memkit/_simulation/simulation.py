@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
 
-from memkit._core.errors import ConfigError, InputError, InputTypeError, warn_user
+from memkit._core.errors import ConfigError, InputError, InputTypeError, MemkitError, warn_user
 from memkit._core.protocols import SimulatedGpu
 from memkit._gradients.closures import refuse_closure
 from memkit._gradients.loss import LossFn, call_loss_fn, detached
@@ -741,7 +741,8 @@ def optimizer_maker(
 
     Raises:
         ConfigError: No optimizer has that name.
-        InputTypeError: It is not a name, class, factory, optimizer or list of optimizers.
+        InputTypeError: It is not a name, class, factory, optimizer or list of optimizers, or a factory that cannot be
+            called with the parameters alone.
     """
     if isinstance(optimizer, (Optimizer, list, tuple)):
         own = _listed(optimizer)
@@ -763,7 +764,18 @@ def optimizer_maker(
     call = f"optimizer={getattr(optimizer, '__name__', optimizer)}"
 
     def make(parameters: Any) -> list[Optimizer]:
-        made: Any = optimizer(parameters)
+        try:
+            made: Any = optimizer(parameters)
+        except MemkitError:
+            raise
+        except Exception as error:  # loss_fn, of which notes on other errors speak, has no part in it
+            raise InputTypeError(
+                call,
+                got=f"a function that raises {type(error).__name__} when it is called with the parameters: {error}",
+                expected="a function of the parameters, model.parameters(), alone",
+                fix="write optimizer=lambda parameters: torch.optim.Adam(parameters, lr=1e-3); or, if it needs the "
+                "model, call it yourself and pass its result: optimizer=make_optimizer(model).",
+            ) from error
         if isinstance(made, (list, tuple)):
             raise _not_one(call, f"a function that returns a {type(made).__name__}")
         refuse_closure(made, call, "optimizer='adamw'")

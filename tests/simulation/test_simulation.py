@@ -477,6 +477,23 @@ def test_a_list_without_optimizers_is_refused_in_a_few_lines(make, got):
     assert len(str(error)) < 500
 
 
+@pytest.mark.parametrize(
+    ("make", "got"),
+    [
+        (lambda model: torch.optim.Adam(model.parameters()), "AttributeError .*has no attribute 'parameters'"),
+        (lambda parameters, lr: torch.optim.SGD(parameters, lr), "TypeError .*missing 1 required positional argument"),
+    ],
+)
+def test_a_function_that_cannot_make_an_optimizer_of_the_parameters_is_refused_as_such(make, got):
+    def estimate():
+        mk.estimate_memory_usage(nn.Linear(4, 2), torch.randn(8, 4), mean_square, optimizer=make)
+
+    error = assert_refused(
+        estimate, InputTypeError, f"raises {got}.*optimizer=lambda parameters: .*optimizer=make_optimizer\\(model\\)"
+    )
+    assert not getattr(error, "__notes__", None)
+
+
 def test_rows_of_a_data_set_on_the_host_count_as_these_rows_on_a_card():
     """`.to("cuda")` copies what a view shows; on the CPU the whole data set is held."""
     data, labels = torch.randn(4096, 256), torch.zeros(16, 256)
