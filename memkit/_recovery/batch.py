@@ -460,7 +460,8 @@ class BatchRun:
             "trainer.step()",
             got="a batch with unfinished micro-batches",
             expected="one step after all micro-batches of a batch",
-            fix="call trainer.step() after the loop over trainer.microbatches(batch), not inside it.",
+            fix="call trainer.step() once the loop over trainer.microbatches(batch) has ended by itself, not inside "
+            "it, nor after a break.",
         )
 
     # ------------------------------------------------------------------ for the strategies

@@ -224,6 +224,7 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing, Overviewed):
         self._has_warned_of_no_rows = False
         self._batch_run: BatchRun | None = None
         self._num_steps_before = 0  # before that batch
+        self._was_left = False  # whether the loop over the last batch was left before its end
         self._is_closed = False
         with contextlib.ExitStack() as cleanup:  # a failing constructor restores the model
             self._precision = Precision(model, precision, self._device, scaler)
@@ -502,6 +503,7 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing, Overviewed):
             yield from self._driver.attempts(run)
             self._sum.settle()
         except BaseException as error:  # a final out-of-memory, an interrupt, or the caller left the loop
+            self._was_left = True
             self._abandon(error)
             raise
 
@@ -577,6 +579,16 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing, Overviewed):
         if self._is_closed:
             refuse_closed("trainer.step")
         if self._batch_run is None and self._sum.ranks is None:  # a rank without data may join the others' step
+            if self._was_left:
+                raise StateError(
+                    "trainer.step()",
+                    got="a loop over trainer.microbatches(batch) that was left early, by break, return or an error, "
+                    "which drops its batch",
+                    expected="a loop that runs to its end: only then is the batch's gradient complete",
+                    fix="step only where the loop was not left, for attempt in trainer.microbatches(batch): ... else: "
+                    "trainer.step(), and go on with the next batch; or, to step with some of the micro-batches, call "
+                    "trainer.backward(loss, count=0) for each of the others.",
+                )
             raise StateError(
                 "trainer.step()",
                 got="no micro-batch since the last step",
@@ -671,6 +683,7 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing, Overviewed):
                 expected="one step() after the micro-batches of each batch",
                 fix="call trainer.step() after the loop over micro-batches, or trainer.discard() to drop that batch.",
             )
+        self._was_left = False
         run = self._driver.open(batch, num_parts, self._sum, is_predicted=is_predicted)
         if self._wrong_rows is not None or not run.size:
             self._check_rows(run.size)

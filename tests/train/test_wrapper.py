@@ -450,6 +450,25 @@ class TestMisuse:
         attempts.close()
         assert trainer.train_step(next(batches()), row_loss).stepped
 
+    def test_a_step_after_a_loop_that_was_left_early(self):
+        model, _, trainer = make(accumulation_steps=2, probe=False)
+        for attempt in trainer.microbatches(next(batches())):
+            with attempt as micro:
+                trainer.backward(row_loss(model, micro))
+            break
+        words = "a loop over trainer.microbatches(batch) that was left early.*else: trainer.step().*count=0"
+        assert_refused(lambda: trainer.step(), StateError, words.replace("(", r"\(").replace(")", r"\)"))
+        for number, attempt in enumerate(trainer.microbatches(next(batches()))):  # the way out: only the first counts
+            with attempt as micro:
+                trainer.backward(row_loss(model, micro), count=0 if number else None)
+        assert trainer.step()
+        plain, optimizer, _ = make()
+        row_loss(plain, [each[:5] for each in next(batches())]).backward()
+        optimizer.step()
+        torch.testing.assert_close(dict(model.state_dict()), dict(plain.state_dict()), rtol=1e-10, atol=1e-12)
+        trainer.train_step(next(batches()), row_loss)
+        assert_refused(lambda: trainer.step(), StateError, "no micro-batch since the last step")
+
     def test_abandoned_loop_does_not_touch_the_next_batch(self):
         model, _, trainer = make(accumulation_steps=2, probe=False)
         old = trainer.microbatches(next(batches()))
