@@ -257,8 +257,10 @@ def note_part(error: BaseException, size: int, batch_size: int) -> None:
             return
         error.add_note(
             f"memkit: this was a micro-batch of {size} of {batch_size}. All tensors of the batch are cut along "
-            "dimension 0; keep one that belongs to all rows (a mask, a table) out of the batch, for instance in a "
-            "variable that loss_fn uses, or pass split_fn=..."
+            "dimension 0, and no others. Way out: keep one that belongs to all rows (a mask, a table) out of the "
+            "batch, for instance in a variable that loss_fn uses; put one that has a row for each sample (a hidden "
+            "state) into the batch, with the rows in dimension 0, h.transpose(0, 1), and return the next one with "
+            "mk.Loss(mean=loss, outputs=h.transpose(0, 1)); or pass split_fn=..."
         )
 
 

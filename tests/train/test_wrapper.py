@@ -288,6 +288,28 @@ class TestPrecision:
         assert make()[2]._precision.name is None
 
 
+def test_a_hidden_state_outside_of_the_batch_is_told_to_be_put_into_it():
+    """And there it trains as in one piece, from step to step."""
+    torch.manual_seed(0)
+    rnn, chunks = nn.GRU(4, 3, batch_first=True).double(), torch.randn(3, 8, 5, 4, dtype=torch.float64)
+    h, whole, parts = torch.zeros(1, 8, 3, dtype=torch.float64), copy.deepcopy(rnn), copy.deepcopy(rnn)
+    outside = trainer_of(rnn, accumulation_steps=2)
+    with pytest.raises(RuntimeError, match="Expected hidden size") as caught:
+        outside.train_step(chunks[0], lambda model, x: model(x, h)[0].square().mean())
+    (note,) = caught.value.__notes__
+    assert "a hidden state) into the batch, with the rows in dimension 0, h.transpose(0, 1), and return" in note
+
+    def loss_fn(model, batch):
+        y, after = model(batch[0], batch[1].transpose(0, 1).contiguous())
+        return mk.Loss(mean=y.square().mean(), outputs=after.transpose(0, 1))
+
+    for model, num_parts in ((whole, 1), (parts, 2)):
+        trainer, state = trainer_of(model, accumulation_steps=num_parts), h.transpose(0, 1)
+        for x in chunks:
+            state = torch.cat(trainer.train_step((x, state), loss_fn).outputs)
+    torch.testing.assert_close(dict(parts.state_dict()), dict(whole.state_dict()), rtol=1e-10, atol=1e-12)
+
+
 class TestEvaluation:
     def test_modes_come_back_one_by_one(self):
         model, _, trainer = make()
