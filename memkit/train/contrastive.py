@@ -24,6 +24,7 @@ from memkit._recovery.snapshot import StateWatch
 from memkit._torch import pytree
 from memkit._torch.fake import FakeTensor
 from memkit._torch.tensors import bit_sums
+from memkit.train.divisors import NORMS_OF_A_ROW
 from memkit.train.samples import mark_samples, unmark_samples
 from memkit.train.split import count_rows, structure_of, take_rows
 from memkit.train.split_check import SplitVerdict, check_split
@@ -194,7 +195,7 @@ def _report(verdict: SplitVerdict) -> None:
         warn_user(
             f"cached_backward: in training mode {names} would see the statistics of each chunk, not of the batch, "
             "and change running statistics once per chunk, so the gradient is not that of the whole batch. Use "
-            f"GroupNorm or LayerNorm, freeze the statistics with .eval(), {_WHOLE}."
+            f"{NORMS_OF_A_ROW}, freeze the statistics with .eval(), {_WHOLE}."
         )
     if verdict.exact is None and not verdict.is_uninformative:
         warn_user(

@@ -31,6 +31,11 @@ Factor = float | Tensor
 
 
 SUM_IS_AVERAGED = "The loss is a sum over rows, and the parts are averaged"
+# GroupNorm's statistics take in the padding, of which each micro-batch may have another length.
+NORMS_OF_A_ROW = (
+    "GroupNorm or LayerNorm (where rows are padded to the longest one of each part, LayerNorm over the channels of "
+    "each position)"
+)
 
 
 class Term(NamedTuple):
@@ -290,8 +295,8 @@ class WeightCheck:
             if normalizes_over_batch(loss):
                 warn_user(
                     "GradientAccumulator: a batch normalization in training mode sees the statistics of each "
-                    "micro-batch, so the group's gradient is not that of one large batch. Use GroupNorm or LayerNorm, "
-                    "or freeze the statistics with .eval()."
+                    "micro-batch, so the group's gradient is not that of one large batch. Use "
+                    f"{NORMS_OF_A_ROW}, or freeze the statistics with .eval()."
                 )
         if self._has_warned_of_weights:
             return None

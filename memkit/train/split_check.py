@@ -27,7 +27,7 @@ from memkit._recovery.attempt import Caught, Done, OutOfMemory, attempt
 from memkit._recovery.batch import refuse_as_batch
 from memkit._torch.modules import BatchNorm, Dropout
 from memkit._torch.tensors import assign_gradient_dtype, gradient_dtype, hooks_of
-from memkit.train.divisors import SUM_IS_AVERAGED, divisors
+from memkit.train.divisors import NORMS_OF_A_ROW, SUM_IS_AVERAGED, divisors
 from memkit.train.gradients import has_reentrant_checkpoint
 from memkit.train.models import device_of
 from memkit.train.ranks import without_buffer_sync
@@ -73,10 +73,12 @@ _UNEVEN = (
 )
 
 _ADVICE = {
-    "modules": "In training mode {names} would see the statistics of each micro-batch: use GroupNorm or LayerNorm, or "
+    "modules": f"In training mode {{names}} would see the statistics of each micro-batch: use {NORMS_OF_A_ROW}, or "
     "freeze the statistics with .eval(); where its forward trains parameters of its own, keep the batch whole.",
     "rows": "The loss, or the model, compares or mixes the rows of the batch: where it is a loss over embeddings, "
-    "memkit.train.cached_backward gives its exact gradient; where it adds up means over different things (tokens and "
+    "memkit.train.cached_backward gives its exact gradient; where rows are padded to the longest one of each part, pad "
+    "them to one length before the split, mask the padding in means and statistics, or replace GroupNorm by LayerNorm "
+    "over the channels of each position; where it adds up means over different things (tokens and "
     "rows, or several tasks), divide each by the whole batch's count, passed along in the batch, or keep the batch "
     "whole: one micro-batch, and on_oom='raise'.",
     "weights": "The loss is a mean over something other than rows (valid tokens, class weights): return "

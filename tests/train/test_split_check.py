@@ -454,6 +454,58 @@ class Normalizer(nn.Module):
         return out
 
 
+class ChannelNorm(nn.LayerNorm):
+    """LayerNorm over the channels of each position."""
+
+    def forward(self, x):
+        return super().forward(x.transpose(1, 2)).transpose(1, 2)
+
+
+class MaskedNorm(nn.Module):
+    """GroupNorm of one group over the valid positions alone; it gets a zero at each of the others."""
+
+    def forward(self, x):
+        valid = (x != 0).to(x.dtype)
+        mean = (x * valid).sum((1, 2), True) / valid.sum((1, 2), True)
+        variance = ((x - mean).square() * valid).sum((1, 2), True) / valid.sum((1, 2), True)
+        return (x - mean) * (variance + 1e-5).rsqrt()
+
+
+class PaddedEncoder(nn.Module):
+    """Normalizes sequences that it cuts to the longest of the rows it gets, and pools the valid positions."""
+
+    def __init__(self, norm, *, cuts=True):
+        super().__init__()
+        self.conv, self.norm, self.out, self.cuts = nn.Conv1d(6, 8, 3, padding=1), norm, nn.Linear(8, 3), cuts
+
+    def forward(self, x, lengths):
+        x = x[:, :, : int(lengths.max())] if self.cuts else x
+        valid = (torch.arange(x.shape[2]) < lengths[:, None])[:, None]
+        return self.out((self.norm(self.conv(x) * valid).relu() * valid).sum(2) / lengths[:, None])
+
+
+def check_padded(norm, *, cuts=True):
+    lengths = torch.tensor([20, 6, 9, 14, 5, 11, 8, 17])
+    x = torch.randn(8, 6, 20) * (torch.arange(20) < lengths[:, None])[:, None]
+    model = PaddedEncoder(norm, cuts=cuts)
+    return check_split(model, (x, lengths), lambda model, batch: model(*batch).square().mean())
+
+
+def test_names_padding_that_differs_from_part_to_part():
+    assert (
+        "padded to the longest one of each part, LayerNorm over the channels" in check_padded(nn.BatchNorm1d(8)).advice
+    )
+    verdict = check_padded(nn.GroupNorm(2, 8))
+    assert (verdict.exact, verdict.loss) == (False, "rows")
+    for way_out in ("one length before the split", "mask the padding", "LayerNorm over the channels of each position"):
+        assert way_out in verdict.advice
+
+
+@pytest.mark.parametrize(("norm", "cuts"), [(nn.GroupNorm(2, 8), False), (MaskedNorm(), True), (ChannelNorm(8), True)])
+def test_the_ways_out_of_padding_split_exactly(norm, cuts):
+    assert check_padded(norm, cuts=cuts).exact is True
+
+
 @pytest.mark.parametrize(("kind", "state"), [(Center, "center"), (Normalizer, "Moments.count")])
 def test_detects_changing_state_in_the_gradient(kind, state):
     model = kind()
