@@ -30,6 +30,7 @@ __all__ = [
     "apply_to",
     "buffers_of",
     "children_of",
+    "has_spectral_norm",
     "is_compiled",
     "is_compiled_wrapper",
     "loads_as_torch_does",
@@ -136,6 +137,11 @@ def recomputed_by_hooks(module: nn.Module) -> set[str]:
     names = {each.name for each in hooks if isinstance(each, (WeightNorm, SpectralNorm))}
     names |= {each._tensor_name for each in hooks if isinstance(each, BasePruningMethod)}
     return names | {FLAT_WEIGHTS, "_flat_weight_refs"} if names else names
+
+
+def has_spectral_norm(buffers: Iterable[str]) -> bool:
+    """Return whether any of these names is that of a spectral norm's vector, by parametrization or by hook."""
+    return any(name.endswith(("._u", "._v", "weight_u", "weight_v")) for name in buffers)
 
 
 FLAT_WEIGHTS = "_flat_weights"

@@ -27,7 +27,7 @@ from memkit._torch.tensors import bit_sums
 from memkit.train.divisors import NORMS_OF_A_ROW
 from memkit.train.samples import mark_samples, unmark_samples
 from memkit.train.split import count_rows, structure_of, take_rows
-from memkit.train.split_check import SplitVerdict, check_split
+from memkit.train.split_check import SplitVerdict, check_split, how_to_update
 
 _CALL = "cached_backward(encoder, ...)"
 _WHOLE = "or raise chunk_size to the rows of the batch"
@@ -240,7 +240,8 @@ class _Changes:
             names = names or "something that memkit cannot name"
             warn_user(
                 f"cached_backward: each chunk changes state that the embeddings depend on ({names}), which a step on "
-                f"the whole batch changes once, so the gradient differs. Update it outside of forward, {_WHOLE}."
+                "the whole batch changes once, so the gradient differs. Update it "
+                f"{how_to_update(self._verdict.state)}, {_WHOLE}."
             )
         elif names:
             warn_user(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Literal, NoReturn
@@ -25,7 +25,7 @@ from memkit._machine.devices import host_memory, release_cached_memory
 from memkit._recorder.rehearsal import Attributes, HeldBuffer, HeldGradient, RanksError, Rehearsal, Span
 from memkit._recovery.attempt import Caught, Done, OutOfMemory, attempt
 from memkit._recovery.batch import refuse_as_batch
-from memkit._torch.modules import BatchNorm, Dropout
+from memkit._torch.modules import BatchNorm, Dropout, has_spectral_norm
 from memkit._torch.tensors import assign_gradient_dtype, gradient_dtype, hooks_of
 from memkit.train.divisors import NORMS_OF_A_ROW, SUM_IS_AVERAGED, divisors
 from memkit.train.gradients import has_reentrant_checkpoint
@@ -91,10 +91,21 @@ _ADVICE = {
     "gradient of the sum itself, mk.Loss(sum=loss * num_rows, count=n), where num_rows is the number of rows of the "
     "whole batch and n that of the part; memkit.SplitLoss(reduction='sum') adds up the parts.",
     "state": "Each forward changes state that the loss depends on ({names}), so it changes once per micro-batch "
-    "instead of once per batch: update it once per step, outside of forward, or keep the batch whole.",
+    "instead of once per batch: update it {how}, or keep the batch whole.",
     "hooks": "Hooks on parameters see the gradient of each micro-batch, and their effect is not linear: let them work "
     "on .grad before the step, or clip with max_grad_norm; SplitLoss runs them once per batch.",
 }
+
+
+def how_to_update(state: Iterable[str]) -> str:
+    """Return when to update state that forwards change, so that each step changes it once."""
+    how = "once per step, outside of forward"
+    if not has_spectral_norm(state):
+        return how
+    return (
+        f"{how} (a layer in torch.nn.utils.parametrizations.spectral_norm, before each step: "
+        "layer.parametrizations.train(); layer.weight; layer.parametrizations.eval())"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +156,7 @@ class SplitVerdict:
         names = ", ".join(self.state) or "something that memkit cannot name"
         of_modules = _ADVICE["modules"].format(names=list_some(self.modules)) if self.modules else ""
         cause = "counted" if self.loss == "weights" and self.has_count else self.loss
-        of_loss = _ADVICE[cause].format(names=names) if cause else ""
+        of_loss = _ADVICE[cause].format(names=names, how=how_to_update(self.state)) if cause else ""
         return " ".join(filter(None, (of_modules, of_loss)))
 
 

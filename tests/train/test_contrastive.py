@@ -317,6 +317,16 @@ class TestEncodersMixingRows:
         with pytest.warns(mk.MemkitWarning, match=r"state that the embeddings depend on \(.*1\.running"):
             cached_backward(model, x, lambda e: info_nce((e, e.roll(1, 0))), chunk_size=8)
 
+    def test_tells_how_to_update_a_spectral_norm_before_the_call(self):
+        layer, x = nn.utils.parametrizations.spectral_norm(nn.Linear(6, 32)).double(), make_views()[0]
+        encoder = nn.Sequential(layer)
+        with pytest.warns(mk.MemkitWarning, match=r"once per step, outside of forward.*parametrizations\.eval\(\)"):
+            cached_backward(encoder, x, lambda e: info_nce((e, e.roll(1, 0))), chunk_size=8)
+        layer.parametrizations.train()
+        layer.weight  # noqa: B018 - a step of power iteration
+        layer.parametrizations.eval()
+        cached_backward(encoder, x, lambda e: info_nce((e, e.roll(1, 0))), chunk_size=8)  # a warning is an error
+
     @pytest.mark.parametrize("layer", [ByHand(in_training_only=False), AttentionOverBatch(), Normalizer()])
     def test_are_rejected_if_evaluation_mixes_rows(self, layer):
         model, views = Tower(layer).double(), make_views()

@@ -517,6 +517,26 @@ def test_detects_changing_state_in_the_gradient(kind, state):
     assert vars(getattr(model, "moments", model)) == before[1]
 
 
+@pytest.mark.parametrize("normalize", [nn.utils.spectral_norm, nn.utils.parametrizations.spectral_norm])
+def test_tells_how_to_update_a_spectral_norm_once_per_step(normalize):
+    layer, x = normalize(nn.Linear(6, 5)), torch.randn(ROWS, 6)
+    verdict = check_split(nn.Sequential(layer), x, mean_square)
+    how = "layer.parametrizations.train(); layer.weight; layer.parametrizations.eval()"
+    assert (verdict.exact, verdict.loss) == (False, "state")
+    assert how in verdict.advice
+    assert how not in check_split(Center(), x, lambda model, x: (model(x) - 0.3).pow(2).mean()).advice
+
+
+def test_a_spectral_norm_that_is_updated_once_per_step_may_be_split():
+    layer, x = nn.utils.parametrizations.spectral_norm(nn.Linear(6, 5)), torch.randn(ROWS, 6)
+    before = layer.weight.detach()
+    layer.parametrizations.train()
+    layer.weight  # noqa: B018 - a step of power iteration
+    layer.parametrizations.eval()
+    assert not torch.equal(layer.weight, before)
+    assert check_split(nn.Sequential(layer), x, mean_square).exact is True
+
+
 @pytest.mark.parametrize(("name", "state"), [("Queue", "queue"), ("Teacher", "teacher.weight"), ("WarmUp", "calls")])
 def test_names_buffers_and_counts_changed_by_forward(name, state):
     verdict = check_split(*case(name))
