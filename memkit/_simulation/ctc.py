@@ -65,7 +65,8 @@ def ctc_loss(
     targets = targets.to(log_probs.device, torch.int64)
     loss: Tensor = aten.ctc_loss.default(log_probs, targets, num_steps, num_symbols, blank, zero_infinity)[0]
     if zero_infinity:
-        loss = torch.where(loss == math.inf, loss.new_zeros(()), loss)
+        zero = torch.zeros((), dtype=loss.dtype, device=loss.device)  # by C++'s operator: plans compare operators
+        loss = torch.where(loss == math.inf, zero, loss)
     if reduction == "mean":
         return (loss / torch.tensor(num_symbols, dtype=loss.dtype, device=loss.device).clamp_min(1)).mean()
     return loss.sum() if reduction == "sum" else loss

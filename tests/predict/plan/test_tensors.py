@@ -371,16 +371,17 @@ def test_what_a_graph_saved_that_died_in_the_forward_does_not_wait():
     del loss
 
 
-@pytest.mark.parametrize("may_offload", [True, False])
+@pytest.mark.parametrize(("may_offload", "zero_infinity"), [(True, False), (False, False), (False, True)])
 @pytest.mark.usefixtures("offloading_is_the_fastest")
-def test_a_loss_that_saves_other_tensors_when_it_is_followed(may_offload):
+def test_a_loss_that_saves_other_tensors_when_it_is_followed(may_offload, zero_infinity):
     """CTC under a dispatch mode, as in the simulation, saves lengths; else floats made from them."""
     model, x = nn.Sequential(chain(), nn.LogSoftmax(-1)), torch.randn(8, 40, 64)
     batch = x, torch.randint(1, 64, (8, 6)), torch.full((8,), 40), torch.full((8,), 6)
 
     def ctc(model, batch):
         x, targets, lengths, target_lengths = batch
-        return nn.functional.ctc_loss(model(x).transpose(0, 1), targets, lengths, target_lengths)
+        log_probs, lengths = model(x).transpose(0, 1), (lengths, target_lengths)
+        return nn.functional.ctc_loss(log_probs, targets, *lengths, zero_infinity=zero_infinity)
 
     whole = mk.plan_training(model, batch, ctc, "sgd", budget="1GiB", micro_batch_size=8).required_bytes
     settings = {"micro_batch_size": 8, "treat": "tensors", "may_offload": may_offload}
