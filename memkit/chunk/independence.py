@@ -8,7 +8,7 @@ import inspect
 import math
 import types
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -82,7 +82,8 @@ def check_independence(
             number of rows or on earlier calls; or a call changes a buffer; or gradients depend on other rows.
 
     Warns:
-        MemkitWarning: A call leaves a result with a graph in an attribute of a module, as an auxiliary loss.
+        MemkitWarning: A call leaves a result in an attribute of a module that has a graph, as an auxiliary loss, or is
+            another one for other rows, as statistics of the rows.
 
     Time cost: two forwards of at most 8 rows, four with integers; for a module, once until its traits change.
     """
@@ -149,6 +150,7 @@ class _Check:
     call: str
     count: int
     probes: Probes
+    told: set[str] = field(default_factory=set)  # attributes that a warning was about
     _poisoned: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -156,7 +158,7 @@ class _Check:
 
     def of_first_row(self) -> _Check:
         """Return a check of what the first of two rows does to the last one: a running sum goes that way."""
-        check = _Check(self.fn, self.rows, self.call, self.count, self.probes.again())
+        check = _Check(self.fn, self.rows, self.call, self.count, self.probes.again(), self.told)
         check._poisoned = 0
         return check
 
@@ -186,13 +188,18 @@ class _Check:
         return arguments, result
 
     def _warn_of_kept_results(self) -> None:
-        if kept := self.probes.kept_results():
-            warn_user(
-                f"{self.call}: the function keeps a result in the attribute {kept[0]!r} when it is called, with a "
-                "graph. After the call, it is that of one chunk alone, and its gradient is that of one chunk or none. "
-                "Way out: return it from the function, as one value per row; or compute it outside of the call; or "
-                "pass check=False if no loss reads it."
-            )
+        self._warn_of_kept(self.probes.kept_results(), "with a graph", "and its gradient is that of one chunk or none")
+
+    def _warn_of_kept(self, names: Sequence[str], how: str, what_else: str) -> None:
+        untold = [each for each in names if each not in self.told]
+        if not untold:
+            return
+        self.told.update(untold)
+        warn_user(
+            f"{self.call}: the function keeps a result in the attribute {untold[0]!r} when it is called, {how}. After "
+            f"the call, it is that of one chunk alone, {what_else}. Way out: return it from the function, as one value "
+            "per row; or compute it outside of the call; or pass check=False if nothing reads it after the call."
+        )
 
     def _other_rows_changed(self) -> _Found:
         """Look which rows change with one, in the first way that the function does not refuse.
@@ -295,8 +302,7 @@ class _Check:
         other = self._run(tuple(pytree.tree_map(functools.partial(some, is_changed=True), rows)))
         for one, two in zip(*map(pytree.tree_leaves, (result, other)), strict=True):
             if isinstance(one, Tensor) and one.dim() and len(one) == self.count:
-                a, b = _as_doubles(one), _as_doubles(two)  # of float8, torch compares none
-                differs = ~torch.isclose(a, b, rtol=1e-4, atol=1e-7, equal_nan=True).reshape(self.count, -1).all(1)
+                differs = ~_are_close(one, two).reshape(self.count, -1).all(1)
                 found |= set(differs.nonzero().flatten().tolist())
         return arguments, result, found, []
 
@@ -343,7 +349,7 @@ class _Check:
         """Refuse a function whose results for rows depend on the first ones, which have the largest integers of all."""
         arguments = tuple(pytree.tree_map(lambda each: each.clone() if isinstance(each, Tensor) else each, rows))
         count = next(len(each) for each in pytree.tree_leaves(rows) if isinstance(each, Tensor) and each.dim())
-        check = _Check(self.fn, rows, self.call, count, self.probes.again())
+        check = _Check(self.fn, rows, self.call, count, self.probes.again(), self.told)
         with contextlib.closing(check.probes.runs):
             outcome = unless_failed((Exception,), check._run, arguments)
             if isinstance(outcome, Failed):  # rows in another order may be refused
@@ -369,10 +375,21 @@ class _Check:
             return some.requires_grad_(value.requires_grad)
 
         fewer = tuple(pytree.tree_map(part, arguments))
+        earlier = self.probes.kept_values()
         apart = self._distance(result, fewer, span, goes_on=True)
-        # If it fails, it needs a certain number of rows: the chunks have it, or will tell.
-        if apart is None or not apart or not self.probes.runs.draws_are_rows:
+        if apart is None:  # it needs a certain number of rows: the chunks have it, or will tell
             return
+        others = _replaced(earlier, self.probes.kept_values())
+        if apart and self.probes.runs.draws_are_rows:
+            self._refuse_distance(apart, arguments, result, fewer, span)
+        self._warn_of_kept(
+            others, "another one for other rows", "not of all rows, and what reads it gets another result"
+        )
+
+    def _refuse_distance(
+        self, apart: float, arguments: tuple[Any, ...], result: Any, fewer: tuple[Any, ...], span: Span
+    ) -> None:
+        """Refuse other results than before of fewer rows, unless rounding explains the distance."""
         of_rounding = self._distance(result, arguments, rounding=torch.Generator(_device_of(result)))
         if of_rounding is not None and apart <= _TIMES_ROUNDING * of_rounding:
             return
@@ -506,6 +523,30 @@ def _distance_of_sums(whole: Tensor, *parts: Tensor) -> float:
     all_parts = torch.stack(parts)
     differences = (whole - all_parts.sum(0)).abs() / (whole.abs() + all_parts.abs().sum(0))
     return float(differences.nan_to_num(nan=0.0).amax())
+
+
+def _replaced(earlier: Mapping[str, Sequence[Tensor]], now: Mapping[str, Sequence[Tensor]]) -> list[str]:
+    """Return the attributes in which a later call has left other values than the earlier one: constants are the same.
+
+    What it has not replaced, such as a table made by the first call, is no result of its rows.
+    """
+    found = []
+    for name, values in now.items():
+        before = earlier.get(name, [])
+        new = [each for each in values if not any(each is one for one in before)]
+        last = before[-len(new) :] if new else []  # a list may hold those of all calls so far
+        if len(new) != len(last) or not all(map(_are_alike, new, last)):
+            found.append(name)
+    return found
+
+
+def _are_alike(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and one.dtype is other.dtype and bool(_are_close(one, other).all())
+
+
+def _are_close(one: Tensor, other: Tensor) -> Tensor:
+    a, b = _as_doubles(one), _as_doubles(other)  # of float8, torch compares none
+    return torch.isclose(a, b, rtol=1e-4, atol=1e-7, equal_nan=True)
 
 
 def _as_doubles(tensor: Tensor) -> Tensor:

@@ -85,6 +85,14 @@ class Probes:
         """Return the attributes of modules in which the runs have left a new tensor with a graph."""
         return self._kept.names()
 
+    def kept_values(self) -> dict[str, list[Tensor]]:
+        """Return the new tensors without a graph that the runs have left, by the attributes of modules that hold them.
+
+        Only those whose values can be compared.
+        """
+        found = {name: [each for each in values if _has_values(each)] for name, values in self._kept.values().items()}
+        return {name: values for name, values in found.items() if values}
+
     def _changed(self, members: Sequence[_Member]) -> Iterator[_Member]:
         for each in members:
             now, before = each.now, self.runs.original(each.same)
@@ -102,6 +110,11 @@ def _members(
         for name, each in own(owner):
             if type(each) in _PLAIN and each.layout is torch.strided:
                 yield _Member(f"{path}.{name}".lstrip("."), owner, name, each, each.detach())
+
+
+def _has_values(tensor: Tensor) -> bool:
+    is_strided = type(tensor) in _PLAIN and tensor.layout is torch.strided
+    return is_strided and not (tensor.is_nested or tensor.is_quantized or tensor.is_meta)
 
 
 @contextlib.contextmanager

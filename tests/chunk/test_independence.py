@@ -563,6 +563,74 @@ def test_a_loss_kept_in_a_list_or_a_dict_is_warned_of_too(place):
         mk.chunked_map(Storing(place), torch.randn(300, 5), chunk_size=64)
 
 
+class Normalizing(nn.Module):
+    """Keeps the statistics of its rows, without a graph, for the way back, as RevIN does."""
+
+    def __init__(self, place):
+        super().__init__()
+        self.linear, self.place, self.kept = nn.Linear(5, 5), place, {}
+
+    def forward(self, x):
+        mean, std = x.mean(1, keepdim=True).detach(), x.std(1, keepdim=True).detach()
+        if self.place == "attribute":
+            self.mean, self.std = mean, std
+        elif self.place == "tuple":
+            self.statistics = mean, std
+        elif self.place == "dict":
+            self.kept["mean"] = mean
+        elif self.place == "number":
+            self.largest = x.detach().amax()
+        elif self.place == "integers":
+            self.places = x.argmax(1)
+        return self.linear((x - mean) / std), mean, std
+
+
+@pytest.mark.parametrize(
+    ("place", "name"),
+    [
+        ("attribute", "mean"),
+        ("tuple", "statistics"),
+        ("dict", "kept"),
+        ("number", "largest"),
+        ("integers", "places"),
+    ],
+)
+@pytest.mark.parametrize("num_rows", [2, 50])
+def test_statistics_of_rows_kept_in_an_attribute_are_warned_of_once(place, name, num_rows):
+    model, x = nn.Sequential(Normalizing(place)), torch.randn(num_rows, 5)
+    with pytest.warns(mk.errors.MemkitWarning, match=rf"attribute '0\.{name}'.*, another one for other rows") as told:
+        mk.chunked_map(model, x, chunk_size=16)
+    assert len(told) == 1
+    mk.chunked_map(model, x, chunk_size=16)
+
+
+def test_statistics_of_rows_that_the_function_returns_are_those_of_all():
+    """The way out that the warning names."""
+    model, x = Normalizing("nowhere"), torch.randn(50, 5)
+    for ours, plain in zip(mk.chunked_map(model, x, chunk_size=16), model(x), strict=True):
+        assert torch.allclose(ours, plain)
+
+
+class Renewing(nn.Module):
+    """Sets attributes to what no row decides: a constant, what a weight gives, a table of the first call."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.table, self.log = nn.Linear(5, 4), None, []
+
+    def forward(self, x):
+        self.scale, self.spread = torch.full((), 0.5), self.linear.weight.detach().std()
+        self.log.append(torch.ones(3))
+        if self.table is None:
+            self.table = torch.arange(len(x))
+        return self.linear(x) * self.scale
+
+
+def test_attributes_that_do_not_depend_on_rows_are_not_warned_of():
+    for num_rows in (2, 50):
+        mk.chunked_map(Renewing(), torch.randn(num_rows, 5), chunk_size=16)
+
+
 class Annealed(nn.Module):
     def __init__(self, linear, *, counts):
         super().__init__()
