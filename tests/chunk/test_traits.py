@@ -282,6 +282,7 @@ class Counting(nn.Module):
         return self.layer(x)
 
 
+@pytest.mark.filterwarnings("ignore:.*keeps a result in the attribute 'seen':memkit.errors.MemkitWarning")
 def test_what_calls_change_themselves_is_not_looked_at():
     net = Counting(nn.Linear(3, 3).double())
     calls, num_calls = counted(net), []
