@@ -237,10 +237,25 @@ class GradientTotals:
         if gradient is None:
             return
         buffer, source = self.buffers[index], self._inputs[index]
+        dtype = source.dtype if is_once else accumulator_dtype(source.dtype)
+        if not is_once and (gradient.is_sparse or (buffer is not None and buffer.is_sparse)):
+            self.buffers[index] = sparse_sum(buffer, gradient.to(dtype))
+            return
         if buffer is None:
-            dtype = source.dtype if is_once else accumulator_dtype(source.dtype)
             buffer = self.buffers[index] = torch.zeros_like(source, dtype=dtype, requires_grad=False)
         buffer[where].add_(gradient)
+
+
+def sparse_sum(total: Tensor | None, gradient: Tensor) -> Tensor:
+    """Return the sum of two gradients of which one is sparse, as of ``Embedding(sparse=True)``; sparse if both are.
+
+    Equal rows are added up: otherwise the gradient of a small table would grow with the rows of all chunks.
+    """
+    if total is None:
+        return gradient.clone() if gradient.is_coalesced() else gradient.coalesce()  # autograd may return its own
+    if total.is_sparse and gradient.is_sparse:
+        return (total + gradient).coalesce()
+    return gradient + total if total.is_sparse else total.add_(gradient)  # torch adds to a dense one alone
 
 
 def catch_gradients(

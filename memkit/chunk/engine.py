@@ -29,6 +29,7 @@ from memkit._gradients.streamed import (
     refuse_transforms,
     refuse_unsliced,
     spans,
+    sparse_sum,
     without_hooks,
 )
 from memkit._machine.devices import is_capturing
@@ -530,9 +531,12 @@ class ChunkedCall:
         for number, gradient in zip(wanted, found, strict=True):
             if gradient is None:
                 continue
+            total = totals[number]
             if number < len(tensors.inputs):
                 self._add_rows(totals, tensors.inputs[number], number, gradient, rows)
-            elif (total := totals[number]) is None:  # a copy: autograd may return the upstream gradient itself
+            elif gradient.is_sparse or (total is not None and total.is_sparse):
+                totals[number] = sparse_sum(total, gradient.to(accumulator_dtype(gradient.dtype)))
+            elif total is None:  # a copy: autograd may return the upstream gradient itself
                 totals[number] = gradient.to(accumulator_dtype(gradient.dtype), copy=True)
             elif type(gradient) is Tensor:
                 sums.append((total, gradient))

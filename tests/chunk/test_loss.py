@@ -261,6 +261,27 @@ def test_training_matches_plain_training(rows):
     torch.testing.assert_close(train(in_chunks), train(lambda m: F.cross_entropy(m(x), y)), rtol=1e-9, atol=1e-11)
 
 
+def test_sparse_embeddings_train_with_sparse_adam_as_plainly():
+    numbers, y = torch.randint(30, (200,)), torch.randn(200, 1).double()
+
+    def trained(loss_of):
+        torch.manual_seed(0)
+        table, head = nn.Embedding(30, 4, sparse=True).double(), nn.Linear(4, 1).double()
+        optimizer = torch.optim.SparseAdam(table.parameters(), lr=0.1)
+
+        def errors(numbers, y):
+            return (head(table(numbers)) - y).square()
+
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss_of(errors, [*table.parameters(), *head.parameters()]).backward()
+            optimizer.step()
+        return table.weight.detach()
+
+    expected = trained(lambda errors, _: errors(numbers, y).mean())
+    same(trained(lambda errors, params: chunked_loss(errors, numbers, y, chunk_size=64, params=params)), expected)
+
+
 def test_takes_eighteen_times_less_memory_than_a_loop():
     model = nn.Sequential(
         nn.Linear(6, 128), nn.GELU(), nn.Linear(128, 128), nn.GELU(), nn.Linear(128, 128), nn.GELU(), nn.Linear(128, 64)

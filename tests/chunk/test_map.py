@@ -13,6 +13,7 @@ from torch.testing import assert_close
 
 from memkit._core.errors import InputError, MemkitWarning
 from memkit._recovery.snapshot import RandomNumbers
+from memkit._torch.tensors import strided_parts
 from memkit.chunk.loss import chunked_loss
 from memkit.chunk.map import chunked_map
 from memkit.chunk.tiled import tiled_apply
@@ -283,3 +284,24 @@ def test_another_number_of_tensors_for_some_chunks_is_refused():
     assert_refused(lambda: chunked_map(shorter, x, chunk_size=7), InputError, r"number of rows.*check=False\.$")
     message = r"returns 1 tensors for the chunk from row 49 on, and 2 for the first.*zeros_like\(x\)\.$"
     assert_refused(lambda: chunked_map(shorter, x, chunk_size=7, check=False), InputError, message)
+
+
+@pytest.mark.parametrize("tied", [range(0), range(20), range(20, 40)], ids=["never", "first", "last"])
+def test_the_sparse_gradient_of_a_table_has_each_of_its_rows_once(tied):
+    """It grows with the rows of all chunks otherwise. Where a chunk gives a dense one, it is dense, as plainly."""
+    table, numbers = nn.Embedding(7, 3, sparse=True).double(), torch.arange(40) % 7
+    is_tied = torch.zeros(40, dtype=torch.bool)
+    is_tied[list(tied)] = True
+
+    def fn(numbers, is_tied):
+        found = table(numbers).square()
+        return found + table.weight.sin().sum() if is_tied.any() else found
+
+    torch.cat([fn(*part) for part in zip(numbers.split(5), is_tied.split(5), strict=True)]).sum().backward()
+    expected, table.weight.grad = table.weight.grad.to_dense(), None
+    params = [table.weight]
+    chunked_map(fn, numbers, is_tied, chunk_size=5, params=params, check=False).sum().backward()
+    gradient = table.weight.grad
+    assert_close(gradient.to_dense(), expected)
+    assert gradient.is_sparse is (len(tied) == 0)
+    assert len(strided_parts(gradient)[-1]) == 7

@@ -255,6 +255,27 @@ def test_inside_a_checkpoint(model, x, use_reentrant):
     same(x.grad, expected)
 
 
+@pytest.mark.parametrize("tied", [range(0), range(20), range(20, 40)], ids=["never", "first", "last"])
+def test_sparse_gradients_stay_sparse_unless_a_chunk_gives_a_dense_one(tied):
+    table, numbers = nn.Embedding(7, 3, sparse=True).double(), torch.randint(7, (40,))
+    is_tied = torch.zeros(40, dtype=torch.bool)
+    is_tied[list(tied)] = True
+
+    def loss_sum(numbers, is_tied):
+        found = table(numbers).square().sum()
+        return found + table.weight.sin().sum() if is_tied.any() else found
+
+    for part in zip(numbers.split(5), is_tied.split(5), strict=True):
+        loss_sum(*part).backward()
+    expected, table.weight.grad = table.weight.grad.to_dense(), None
+    loss = streamed(loss_sum, numbers, is_tied, params=[table.weight])
+    loss.backward(retain_graph=True)
+    assert table.weight.grad.is_sparse is (len(tied) == 0)
+    same(table.weight.grad.to_dense(), expected)
+    loss.backward()
+    same(table.weight.grad.to_dense(), 2 * expected)
+
+
 def test_memory_does_not_grow_with_the_rows():
     model = mlp(4, 64, 64, 1)
 
