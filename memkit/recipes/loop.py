@@ -7,7 +7,7 @@ import logging
 import math
 import time
 from collections.abc import Iterable, Mapping, Sized
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn, Protocol, final
 
@@ -25,6 +25,7 @@ from memkit.recipes.loss_state import UnsavedState, Validations
 from memkit.recipes.position import Position
 from memkit.recipes.reducers import Reducer
 from memkit.recipes.samplers import held_apart
+from memkit.recipes.state.plain import Flattener
 from memkit.recipes.stopping import StopSignal
 from memkit.recipes.timeline import Timeline, memory_line
 from memkit.recipes.validation import RowsOfLoss, ValidationFn, ValidationMonitor, metric_of, validate
@@ -68,7 +69,8 @@ class LoopResult:
         num_steps: Steps so far, counted the same way; a step skipped by mixed precision counts, and so does one of
             other ranks that this one joined without a batch.
         num_skipped: Steps of this run that the loss scaler skipped.
-        validation: The figures of the last validation of this run; None if there was none.
+        validation: The figures of the last validation so far, which may be one of an earlier run that was resumed; None
+            if there was none. A state has those that are numbers, text, tensors, or lists and dicts of them.
 
     Example:
         >>> import memkit as mk
@@ -218,7 +220,7 @@ class MemoryEfficientTrainLoop:
             InputError: An epoch had no batches.
         """
         self._num_epochs = Checker(f"{_CALL}.run(...)").whole("num_epochs", num_epochs)
-        self._num_skipped, self._figures = 0, None
+        self._num_skipped = 0
         if self._state is not None:
             if self._is_behind:
                 self._state.restore(**self.objects())
@@ -240,7 +242,7 @@ class MemoryEfficientTrainLoop:
             num_epochs=self._position.epoch,
             num_steps=self.num_steps,
             num_skipped=self._num_skipped,
-            validation=self._figures,
+            validation=None if self._figures is None else dict(self._figures),
         )
 
     def run_step(self, batch: Any) -> StepResult:
@@ -287,10 +289,11 @@ class MemoryEfficientTrainLoop:
         return {"loop": self, **self._parts} | ({"monitor": self._monitor} if self._monitor else {})
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position in the data and the step of the last validation, as plain types and tensors."""
+        """Return the position in the data, and step and figures of the last validation, as plain types and tensors."""
         return {
             "num_steps": self.num_steps,
             "validated_at": self._validated_at,
+            "figures": None if self._figures is None else _plain_figures(self._figures),
             "position": self._position.state_dict(),
             "generators": [each.get_state() for each in self._generators()],
         }
@@ -323,7 +326,7 @@ class MemoryEfficientTrainLoop:
                 "that was not stopped. Way out: build the model and loss_fn as they were when the state was saved."
             )
         self.num_steps = self._saved_at = state["num_steps"]
-        self._validated_at = state["validated_at"]
+        self._validated_at, self._figures = state["validated_at"], state["figures"]
 
     def _generators(self) -> list[torch.Generator]:
         """Return the generators, but for the global ones, that the model and the loss function draw from."""
@@ -405,8 +408,8 @@ class MemoryEfficientTrainLoop:
         self._figures, self._validated_at = figures, self.num_steps
         if self._monitor:
             self._monitor.update(metric, self.num_steps)
-            if self._saved_at == self.num_steps:  # saved without this metric: save again when due
-                self._saved_at = None
+        if self._saved_at == self.num_steps:  # saved without these figures: save again when due
+            self._saved_at = None
         _LOGGER.info("step %d, validation: %s", self.num_steps, _format_figures(figures))
         self._write("validation", figures)
 
@@ -505,6 +508,16 @@ def _check_parts(trainer: object, train_loader: object, loss_fn: object) -> None
 
 def _refuse_part(got: str, expected: str, fix: str) -> NoReturn:
     raise InputTypeError(f"{_CALL}(...)", got=got, expected=expected, fix=fix)
+
+
+def _plain_figures(figures: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the figures that a state can hold: a reducer of the user's may return anything."""
+    found = {}
+    for name, each in figures.items():
+        with suppress(InputTypeError):
+            Flattener().plain(each, name)
+            found[name] = each
+    return found
 
 
 def _keys_of(state: object) -> str:

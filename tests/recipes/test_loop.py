@@ -446,6 +446,35 @@ def test_the_loop_enters_few_functions_beside_its_step(on_oom):
     assert len(seen.own) - len(alone.own) <= 13
 
 
+class Spread:
+    """A reducer whose result no state can hold."""
+
+    def reset(self):
+        self.most = 0.0
+
+    def update(self, values):
+        self.most = values.max().item()
+
+    def result(self):
+        return SimpleNamespace(most=self.most)
+
+
+def test_a_finished_run_that_is_started_again_returns_its_last_validation(tmp_path):
+    def run():
+        settings = {"val_fn": lambda model, batch: scores_of(model, batch) | {"spread": model(batch[0])}}
+        settings["reducers"] = {"accuracy": Accuracy(), "spread": Spread()}
+        with TrainingStateManager(tmp_path) as state:
+            loop, _ = make(loader_of(32), val_loader=loader_of(50), state=state, **settings)
+            figures = loop.run(num_epochs=2).validation
+            figures["lr"] = 0.1  # the user's own, for a log
+            return figures, loop.run(num_epochs=2).validation
+
+    (first, at_once), (again, _) = run(), run()
+    assert first.keys() == {"loss", "accuracy", "spread", "lr"}
+    assert at_once.keys() == {"loss", "accuracy", "spread"}
+    assert again == {name: each for name, each in first.items() if name != "spread"}
+
+
 @pytest.mark.parametrize("keeps_state", [False, True])
 def test_what_changes_between_two_runs_stays(keeps_state, tmp_path):
     """A schedule that needs a figure of the validation is stepped there."""
