@@ -19,7 +19,7 @@ from memkit._machine import random_state
 from memkit._recovery.sizes import SizeMemory
 from memkit.memory.manager import MemoryManager
 from memkit.recipes.foreign import Counters, diffusion_losses, images_and_condition, stateful_parts
-from memkit.recipes.loop import EndedBy, LoopResult, MemoryEfficientTrainLoop, StateStore
+from memkit.recipes.loop import EndedBy, LoopResult, MemoryEfficientTrainLoop, StateStore, check_object_names
 from memkit.recipes.loss_state import Validations
 from memkit.recipes.order import repeat_epoch
 from memkit.recipes.reducers import Reducer
@@ -331,13 +331,7 @@ def _runner(base: Any, num_epochs: int) -> Callable[[], Any]:
 def _check_saving(
     monitor: ValidationMonitor | None, state: StateStore | None, parts: Mapping[str, Any], objects: Mapping[str, Any]
 ) -> None:
-    for name, each in objects.items():
-        if name in _OWN_NAMES or parts.get(name, each) is not each:
-            _refuse(
-                f"objects={{{name!r}: ...}}",
-                "names that the loop itself does not use",
-                f"rename {name!r}.",
-            )
+    check_object_names(_CALL, objects, parts, _OWN_NAMES)
     use_mode = getattr(state, "use_mode", None)
     if monitor is not None and use_mode is not None:
         use_mode(monitor.mode)

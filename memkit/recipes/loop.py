@@ -6,20 +6,23 @@ import importlib
 import logging
 import math
 import time
-from collections.abc import Iterable, Mapping, Sized
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn, Protocol, final
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from memkit._core.errors import ConfigError, FileFormatError, InputError, InputTypeError, warn_user
 from memkit._core.printable import counted
+from memkit._core.protocols import Stateful
 from memkit._core.settings import Checker, as_whole
 from memkit._core.words import guided
 from memkit._gradients.loss import LossFn
 from memkit._machine.devices import allocator_counters
+from memkit._recovery.attempt import Done, unless_failed
 from memkit.memory.summary import memory_figures
 from memkit.recipes.loss_state import UnsavedState, Validations
 from memkit.recipes.position import Position
@@ -50,6 +53,19 @@ class StateStore(Protocol):
 
     def restore(self, **objects: Any) -> int | None:
         """Restore the newest state; return None if there is none."""
+
+
+class Plateau(Protocol):
+    """A learning-rate schedule that follows a figure, such as `torch.optim.lr_scheduler.ReduceLROnPlateau`."""
+
+    def step(self, metrics: Any, /) -> Any:
+        """Note the figure of a validation."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return plain types."""
+
+    def load_state_dict(self, state: Any, /) -> Any:
+        """Restore `state_dict`."""
 
 
 class Writer(Protocol):
@@ -109,8 +125,11 @@ class MemoryEfficientTrainLoop:
         reducers: Reducer for each figure, by name; `Mean` for a figure without one.
         validate_every: Steps; None validates at the end of each epoch.
         monitor: Early stopping on its ``metric``.
+        plateau: A schedule that steps with a figure, such as `torch.optim.lr_scheduler.ReduceLROnPlateau`: stepped
+            after each validation, with the monitor's figure, or ``"loss"`` without a monitor.
         state: A `TrainingStateManager`, or any object with the same ``save`` and ``restore``. Saves the model,
-            optimizers, wrapper, scheduler, weight average, monitor, and the position in the data.
+            optimizers, wrapper, schedules, weight average, monitor, and the position in the data.
+        objects: More objects to save, by name, each with ``state_dict`` and ``load_state_dict``.
         save_every: Steps; None saves at the end of each epoch. The end of a run is always saved. If the step was
             validated, the state's metric is the monitor's figure; when both are due, validation runs first, and a
             failing validation does not lose the state.
@@ -153,7 +172,9 @@ class MemoryEfficientTrainLoop:
         reducers: Mapping[str, Reducer] | None = None,
         validate_every: int | None = None,
         monitor: ValidationMonitor | None = None,
+        plateau: Plateau | None = None,
         state: StateStore | None = None,
+        objects: Mapping[str, Any] | None = None,
         save_every: int | None = None,
         report_every: int = 100,
         writer: Writer | None = None,
@@ -165,18 +186,20 @@ class MemoryEfficientTrainLoop:
         for name, steps in every.items():
             if steps is not None:
                 Checker(_CALL).whole(name, steps, 1)
-        if val_loader is None and (val_fn or reducers or validate_every or monitor):
+        if val_loader is None and (val_fn or reducers or validate_every or monitor or plateau is not None):
             raise ConfigError(
                 f"{_CALL}(...)",
-                got="val_fn, reducers, validate_every or monitor without val_loader",
+                got="val_fn, reducers, validate_every, monitor or plateau without val_loader",
                 expected="val_loader=... whenever validation is configured",
                 fix="pass val_loader=...",
             )
-        if monitor is not None and trainer.num_ranks > 1:
+        _check_plateau(plateau, monitor)
+        if (monitor is not None or plateau is not None) and trainer.num_ranks > 1:
             warn_user(
-                f"{_CALL}(monitor=...) on {trainer.num_ranks} ranks: each rank decides by its own validation, so one "
-                "may stop, or keep a different best state, while the others continue and wait for it. Way out: "
-                "validate on the same batches on every rank, or use a reducer that sums over the ranks."
+                f"{_CALL}({'plateau' if monitor is None else 'monitor'}=...) on {trainer.num_ranks} ranks: each rank "
+                "decides by its own validation, so one may stop, keep a different best state, or lower its learning "
+                "rate, while the others continue. Way out: validate on the same batches on every rank, or use a "
+                "reducer that sums over the ranks."
             )
         use_mode = getattr(state, "use_mode", None)
         if monitor is not None and use_mode is not None:
@@ -184,11 +207,13 @@ class MemoryEfficientTrainLoop:
         self.trainer = trainer
         self.num_steps = 0
         self._device = device_of(trainer.model)
-        self._parts = trainer.parts()
+        self._parts = trainer.parts() | ({} if plateau is None else {"plateau": plateau})
+        self._objects = dict(objects or {})
+        check_object_names(f"{_CALL}(...)", self._objects, self._parts, ("loop", "monitor", "metric"))
         self._loss_fn, self._val_fn = loss_fn, val_fn or RowsOfLoss(loss_fn)
         self._validates_by_loss = val_fn is None
         self._val_loader, self._reducers, self._validate_every = val_loader, reducers, validate_every
-        self._monitor = monitor
+        self._monitor, self._plateau = monitor, plateau
         self._state, self._save_every = state, save_every
         self._report_every, self._writer, self._progress = report_every, writer, progress
         self._busy_every = math.gcd(report_every, validate_every or 0, save_every or 0)  # no check is due in between
@@ -226,10 +251,8 @@ class MemoryEfficientTrainLoop:
                 self._state.restore(**self.objects())
             self._is_behind = True
             if self._looks_for_unsaved:
-                data = getattr(self._loader, "dataset", None)
-                self._unsaved = UnsavedState(
-                    self.trainer.model, self._loss_fn, data, self._position.samplers, self._parts.values()
-                )
+                data, saved = getattr(self._loader, "dataset", None), [*self._parts.values(), *self._objects.values()]
+                self._unsaved = UnsavedState(self.trainer.model, self._loss_fn, data, self._position.samplers, saved)
         self._timeline.restart()
         self._began = time.monotonic(), self.num_steps
         with self._stop, self._make_bar(num_epochs) as bar:
@@ -286,7 +309,8 @@ class MemoryEfficientTrainLoop:
 
     def objects(self) -> dict[str, Any]:
         """Return everything a resumed run needs, by name, each with ``state_dict`` and ``load_state_dict``."""
-        return {"loop": self, **self._parts} | ({"monitor": self._monitor} if self._monitor else {})
+        own = {"loop": self, **self._parts} | ({"monitor": self._monitor} if self._monitor else {})
+        return own | self._objects
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the data, and step and figures of the last validation, as plain types and tensors."""
@@ -399,19 +423,26 @@ class MemoryEfficientTrainLoop:
             return
         try:
             figures = self.validate(self._val_loader)
-            metric: Any = metric_of(figures, self._monitor) if self._monitor and figures is not None else None
+            if figures is not None:
+                self._follow(figures)
         except BaseException:
             self._save_if_due(at_end=at_end)  # a failing validation must not lose the run's state
             raise
         if figures is None:
             return
         self._figures, self._validated_at = figures, self.num_steps
-        if self._monitor:
-            self._monitor.update(metric, self.num_steps)
         if self._saved_at == self.num_steps:  # saved without these figures: save again when due
             self._saved_at = None
         _LOGGER.info("step %d, validation: %s", self.num_steps, _format_figures(figures))
         self._write("validation", figures)
+
+    def _follow(self, figures: Mapping[str, Any]) -> None:
+        """Give the figure that is watched to the monitor and the plateau; they are saved after it."""
+        if self._monitor is not None:
+            self._monitor.update(metric_of(figures, self._monitor), self.num_steps)
+        if self._plateau is not None:
+            name = "loss" if self._monitor is None else self._monitor.metric
+            self._plateau.step(_figure_to_follow(figures, name))
 
     def _save_if_due(self, *, at_end: bool) -> None:
         if self.num_steps % self._save_every == 0 if self._save_every else at_end:
@@ -504,6 +535,59 @@ def _check_parts(trainer: object, train_loader: object, loss_fn: object) -> None
             "a function loss_fn(model, batch)",
             f"write {_CALL}(trainer, train_loader, lambda model, batch: criterion(model(batch[0]), batch[1])).",
         )
+
+
+def _check_plateau(plateau: object, monitor: ValidationMonitor | None) -> None:
+    """Refuse what does not step with a figure, and one that takes the monitor's figure the other way round."""
+    if plateau is None:
+        return
+    of_steps = isinstance(plateau, LRScheduler) and not isinstance(plateau, ReduceLROnPlateau)
+    if isinstance(plateau, type) or of_steps or not isinstance(plateau, Stateful) or not hasattr(plateau, "step"):
+        raise InputTypeError(
+            f"{_CALL}(plateau=...)",
+            got=f"the class {plateau.__name__}" if isinstance(plateau, type) else f"a {type(plateau).__name__}",
+            expected="a schedule that steps with a figure of the validation",
+            fix="pass plateau=torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer); a schedule of steps goes into "
+            "the wrapper, MemoryEfficientTrainingWrapper(model, optimizer, scheduler=scheduler).",
+        )
+    mode = getattr(plateau, "mode", None)
+    if monitor is not None and mode in ("min", "max") and mode != monitor.mode:
+        raise ConfigError(
+            f"{_CALL}(plateau=..., monitor=...)",
+            got=f"a {type(plateau).__name__} with mode={mode!r} and a monitor with mode={monitor.mode!r}",
+            expected=f"one mode, because both follow the figure {monitor.metric!r}",
+            fix=f"write plateau={type(plateau).__name__}(optimizer, mode={monitor.mode!r}).",
+        )
+
+
+def check_object_names(call: str, objects: Mapping[str, Any], parts: Mapping[str, Any], others: Sequence[str]) -> None:
+    """Refuse names of objects to save under which a loop saves something else.
+
+    Raises:
+        ConfigError: The loop uses the name itself.
+    """
+    for name, each in objects.items():
+        if name in others or parts.get(name, each) is not each:
+            raise ConfigError(
+                call,
+                got=f"objects={{{name!r}: ...}}",
+                expected="names that the loop itself does not use",
+                fix=f"write objects={{'my_{name}': ...}}.",
+            )
+
+
+def _figure_to_follow(figures: Mapping[str, Any], name: str) -> float:
+    """Return the number that a plateau steps with."""
+    outcome = unless_failed((LookupError, TypeError, ValueError, RuntimeError), lambda: float(figures[name]))
+    if isinstance(outcome, Done):
+        return outcome.result
+    raise InputError(
+        f"{_CALL}(plateau=...)",
+        got=f"a validation of {', '.join(f'{key} ({type(each).__name__})' for key, each in figures.items())}",
+        expected=f"a validation with a number {name!r}, which the schedule follows",
+        fix=f"let val_fn return {name!r}, or pass monitor=mk.ValidationMonitor(patience=None, mode=..., metric=...) "
+        "with the name of another figure.",
+    ) from outcome.error
 
 
 def _refuse_part(got: str, expected: str, fix: str) -> NoReturn:

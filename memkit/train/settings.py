@@ -37,7 +37,8 @@ def check_settings(
             f"{_KIND}(scheduler=...)",
             got="ReduceLROnPlateau, which steps with a metric",
             expected="a schedule that steps without one, after each optimizer step",
-            fix="write scheduler.step(metric) yourself after each validation, and pass scheduler=None.",
+            fix="write scheduler.step(metric) after each validation of a loop of your own, or pass it to memkit's, "
+            "MemoryEfficientTrainLoop(..., plateau=scheduler).",
         )
     if scheduler is not None and (isinstance(scheduler, type) or not callable(getattr(scheduler, "step", None))):
         what = scheduler.__name__ if isinstance(scheduler, type) else type(scheduler).__name__

@@ -489,9 +489,9 @@ class Slotted:
         (TrainLoop(1), {"memory_fraction": 0}, mk.errors.ConfigError, "got memory_fraction=0;.*above zero"),
         (TrainLoop(1), {"memory_fraction": "0GiB"}, mk.errors.ConfigError, "got memory_fraction='0GiB'"),
         (TrainLoop(1), {"memory_fraction": "much"}, mk.errors.InputError, "the text 'much'"),
-        (TrainLoop(1), {"objects": {"model": nn.Linear(1, 1)}}, mk.errors.ConfigError, "rename 'model'"),
-        (TrainLoop(1), {"objects": {"counters": nn.Linear(1, 1)}}, mk.errors.ConfigError, "rename 'counters'"),
-        (TrainLoop(1), {"objects": {"early_stopping": None}}, mk.errors.ConfigError, "rename 'early_stopping'"),
+        (TrainLoop(1), {"objects": {"model": nn.Linear(1, 1)}}, mk.errors.ConfigError, "my_model"),
+        (TrainLoop(1), {"objects": {"counters": nn.Linear(1, 1)}}, mk.errors.ConfigError, "my_counters"),
+        (TrainLoop(1), {"objects": {"early_stopping": None}}, mk.errors.ConfigError, "my_early_stopping"),
         (
             TrainLoop(1),
             {

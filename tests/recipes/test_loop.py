@@ -446,6 +446,90 @@ def test_the_loop_enters_few_functions_beside_its_step(on_oom):
     assert len(seen.own) - len(alone.own) <= 13
 
 
+def train_by_plateau(folder, num_epochs, stop_after=None, **settings):
+    """Return the weights, and the learning rate of each epoch; as if killed right after that save."""
+    data = [(torch.randn(8, 4, generator=torch.Generator().manual_seed(i)), torch.arange(8) % 2) for i in range(4)]
+    torch.manual_seed(0)
+    model, rates, num_saves = nn.Linear(4, 2), [], itertools.count(1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.8)
+
+    def loss_fn(model, batch):
+        rates.append(optimizer.param_groups[0]["lr"])
+        return classify(model, batch)
+
+    with TrainingStateManager(folder) as state:
+
+        class Saves:
+            restore = state.restore
+
+            def save(self, step, **objects):
+                state.save(step, **objects)
+                if next(num_saves) == stop_after:
+                    raise KeyboardInterrupt
+
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=1, threshold=0.9)
+        loop = MemoryEfficientTrainLoop(
+            mk.MemoryEfficientTrainingWrapper(model, optimizer), data, loss_fn,
+            val_loader=data, plateau=plateau, state=Saves(), progress=False, **settings,
+        )  # fmt: skip
+        with contextlib.suppress(KeyboardInterrupt):
+            loop.run(num_epochs=num_epochs)
+    return weights(model), [*dict.fromkeys(rates)]
+
+
+@pytest.mark.parametrize("stop_after", [1, 2, 3])
+@pytest.mark.parametrize("every", [{}, {"save_every": 4}, {"save_every": 2, "validate_every": 2}])
+def test_a_plateau_goes_on_as_if_the_run_had_not_been_stopped(every, stop_after, tmp_path):
+    whole, rates = train_by_plateau(tmp_path / "whole", 5, **every)
+    assert len(rates) > 1  # it has lowered the learning rate
+    train_by_plateau(tmp_path / "parts", 5, stop_after, **every)
+    resumed, _ = train_by_plateau(tmp_path / "parts", 5, **every)
+    assert torch.equal(resumed, whole)
+
+
+def test_a_plateau_follows_the_figure_of_the_monitor():
+    model = nn.Linear(64, 10)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+
+    def make_loop(plateau, **settings):
+        settings = {"val_loader": loader_of(16), "val_fn": scores_of, "progress": False} | settings
+        settings["reducers"] = {"accuracy": Accuracy()}
+        return MemoryEfficientTrainLoop(
+            mk.MemoryEfficientTrainingWrapper(model, optimizer), loader_of(), classify, plateau=plateau, **settings
+        )
+
+    best, plateaus = ValidationMonitor(mode="max", metric="accuracy"), torch.optim.lr_scheduler.ReduceLROnPlateau
+    plateau = plateaus(optimizer, mode="max")
+    figures = make_loop(plateau, monitor=best).run().validation
+    assert plateau.best == figures["accuracy"]
+    refused = (
+        mk.errors.ConfigError,
+        r"mode='min' and a monitor with mode='max'.* plateau=ReduceLROnPlateau\(optimizer, mode='max'",
+    )
+    assert_refused(lambda: make_loop(plateaus(optimizer), monitor=best), *refused)
+    steps = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    assert_refused(
+        lambda: make_loop(steps), mk.errors.InputTypeError, r"got a StepLR.*Wrapper\(model, optimizer, scheduler="
+    )
+    loop = make_loop(plateau, val_fn=lambda model, batch: {"score": model(batch[0])}, reducers=None)
+    loop._reducers = None
+    assert_refused(loop.run, mk.errors.InputError, r"a validation of score \(float\).* let val_fn return 'loss'")
+    with pytest.raises(mk.errors.ConfigError, match="or plateau without val_loader"):
+        make(plateau=plateau)
+
+
+def test_objects_of_the_user_are_saved(tmp_path):
+    for value in (1.0, 2.0):
+        average = nn.Linear(1, 1, bias=False)
+        nn.init.constant_(average.weight, value)
+        with TrainingStateManager(tmp_path) as state:
+            loop, _ = make(loader_of(16), state=state, objects={"average": average})
+            loop.run()
+        assert average.weight.item() == 1.0
+    with pytest.raises(mk.errors.ConfigError, match=r"got objects=\{'monitor': \.\.\.\}"):
+        make(objects={"monitor": average})
+
+
 class Spread:
     """A reducer whose result no state can hold."""
 
