@@ -452,7 +452,7 @@ def prepare(
     measure: bool = False,
     selected_fraction: float | None = None,
     max_grad_norm: float | None = None,
-    scheduler: Scheduler | None = None,
+    scheduler: Scheduler | Sequence[Scheduler] | None = None,
     probe: Probe = True,
 ) -> PreparedTrainer:
     """Plan a training step, and return a wrapper that runs it.

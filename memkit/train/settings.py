@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from memkit._core.errors import ConfigError, InputTypeError
+from memkit._core.protocols import Scheduler
 from memkit._core.settings import Checker, nearest_word
 from memkit._core.words import ForeignWords, refuse_call
 from memkit.train.checks import WRAPPER, check_norm
@@ -21,7 +23,6 @@ def check_settings(
     accumulation_steps: object,
     on_oom: object,
     memory: object,
-    scheduler: object,
     average: object,
     split_fn: object,
     max_grad_norm: object,
@@ -32,22 +33,6 @@ def check_settings(
     fix = "pass on_oom='exact'; or 'inexact' for splits that change the gradient, 'raise' for no recovery."
     check.choice("on_oom", on_oom, ("exact", "inexact", "raise"), fix=fix)
     check_norm(max_grad_norm, call=_KIND)
-    if isinstance(scheduler, ReduceLROnPlateau):
-        raise ConfigError(
-            f"{_KIND}(scheduler=...)",
-            got="ReduceLROnPlateau, which steps with a metric",
-            expected="a schedule that steps without one, after each optimizer step",
-            fix="write scheduler.step(metric) after each validation of a loop of your own, or pass it to memkit's, "
-            "MemoryEfficientTrainLoop(..., plateau=scheduler).",
-        )
-    if scheduler is not None and (isinstance(scheduler, type) or not callable(getattr(scheduler, "step", None))):
-        what = scheduler.__name__ if isinstance(scheduler, type) else type(scheduler).__name__
-        raise InputTypeError(
-            f"{_KIND}(scheduler=...)",
-            got=f"the class {what}" if isinstance(scheduler, type) else f"a {what}",
-            expected="a schedule with a method step()",
-            fix="pass scheduler=torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=1000).",
-        )
     if average is not None and (isinstance(average, type) or not callable(getattr(average, "update_parameters", None))):
         raise InputTypeError(
             f"{_KIND}(average=...)",
@@ -66,6 +51,30 @@ def check_settings(
         )
     if split_fn is not None:
         check.function("split_fn", split_fn)
+
+
+def list_schedules(scheduler: Scheduler | Sequence[Scheduler] | None) -> list[Scheduler]:
+    """Return the schedules as a list; each must step without a metric."""
+    if scheduler is None:
+        return []
+    schedules: list[Any] = list(scheduler) if isinstance(scheduler, list | tuple) else [scheduler]
+    for each in schedules:
+        if isinstance(each, ReduceLROnPlateau):
+            raise ConfigError(
+                f"{_KIND}(scheduler=...)",
+                got="ReduceLROnPlateau, which steps with a metric",
+                expected="a schedule that steps without one, after each optimizer step",
+                fix="write scheduler.step(metric) after each validation of a loop of your own, or pass it to memkit's, "
+                "MemoryEfficientTrainLoop(..., plateau=scheduler).",
+            )
+        if isinstance(each, type) or not callable(getattr(each, "step", None)):
+            raise InputTypeError(
+                f"{_KIND}(scheduler=...)",
+                got=f"the class {each.__name__}" if isinstance(each, type) else f"a {type(each).__name__}",
+                expected="a schedule with a method step(), or a list of such schedules",
+                fix="pass scheduler=torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=1000).",
+            )
+    return schedules
 
 
 def check_on_gradients(on_gradients: object) -> None:

@@ -56,7 +56,7 @@ from memkit.train.owners import check_owner, list_optimizers, read_model
 from memkit.train.precision import Precision, PrecisionName
 from memkit.train.remedies import Remedies
 from memkit.train.saved_tensors import treat_saved_tensors
-from memkit.train.settings import check_config, check_on_gradients, check_settings
+from memkit.train.settings import check_config, check_on_gradients, check_settings, list_schedules
 from memkit.train.sharded import choose_peers
 from memkit.train.split import SplitFn
 from memkit.train.split_check import CheckAttempt, Computation
@@ -155,7 +155,8 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing, Overviewed):
             then the gradient of that step (the batch's mean, unscaled, summed over ranks, clipped), for histograms or
             clipping of your own. Afterwards the gradients are gone. With a loss scaler they may be infinite, before a
             step that is skipped.
-        scheduler: Stepped after each real optimizer step.
+        scheduler: A schedule, or a list of schedules, as of several optimizers: stepped in order after each real
+            optimizer step.
         average: A running average of the weights, updated after each real optimizer step.
         memory: A `MemoryManager`, or a budget: bytes, text such as ``"22GiB"``, or a fraction of the device. With it,
             `train_step` predicts from two small runs how large a micro-batch may be, and refuses a batch that does not
@@ -201,7 +202,7 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing, Overviewed):
         max_grad_norm: float | None = None,
         scaler: torch.amp.GradScaler | None = None,
         on_gradients: Callable[[Any], object] | None = None,
-        scheduler: Scheduler | None = None,
+        scheduler: Scheduler | Sequence[Scheduler] | None = None,
         average: Average | None = None,
         memory: MemoryWatch | int | str | float | None = None,
         on_oom: OnOom = "exact",
@@ -210,14 +211,14 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing, Overviewed):
     ) -> None:
         read_model(model, optimizer)
         self._optimizers = list_optimizers(optimizer, WRAPPER)
-        check_settings(accumulation_steps, on_oom, memory, scheduler, average, split_fn, max_grad_norm)
+        check_settings(accumulation_steps, on_oom, memory, average, split_fn, max_grad_norm)
         check_on_gradients(on_gradients)
         offload = read_offload(offload)
         checkpoint = None if checkpoint is False else checkpoint
         self.model, self.memory, self._device = model, memory, device_of(model)
         check_owner(model, self._optimizers)
         self._accumulation_steps = accumulation_steps
-        self._split_fn, self._scheduler, self._average = split_fn, scheduler, average
+        self._split_fn, self._schedules, self._average = split_fn, list_schedules(scheduler), average
         self._split_watch = SplitWatch(model, probe, call=_CALL, may_change=on_oom == "inexact")
         self._evaluation_sizes = SizeMemory()
         self._wrong_rows: tuple[int, int] | None = None  # of a batch that was cut already, and of a whole one
@@ -285,7 +286,7 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing, Overviewed):
                 split_fn=split_fn,
                 peers=peers,
             )
-            self._after_step: list[Callable[[], object]] = [] if scheduler is None else [scheduler.step]
+            self._after_step: list[Callable[[], object]] = [each.step for each in self._schedules]
             self._after_step += [] if average is None else [functools.partial(average.update_parameters, model)]
             self._offload = make_offload(offload, model, self._optimizers, cleanup)
             self._treated = None if saved_tensors is None else treat_saved_tensors(saved_tensors)
@@ -395,12 +396,12 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing, Overviewed):
     def parts(self) -> dict[str, Any]:
         """Return every object with its own state, by name: ``state.save(step, **trainer.parts())`` saves them all.
 
-        The first optimizer is ``"optimizer"``, the next ``"optimizer2"``; then the scheduler and the average, if any.
+        The first optimizer is ``"optimizer"``, the next ``"optimizer2"``; then the schedules, named ``"scheduler"`` and
+        on in the same way, and the average, if any.
         """
-        names = ["optimizer", *(f"optimizer{number}" for number in range(2, len(self._optimizers) + 1))]
-        parts = {"model": self.model, "trainer": self, **dict(zip(names, self._optimizers, strict=True))}
-        own = {"scheduler": self._scheduler, "average": self._average}
-        return parts | {name: part for name, part in own.items() if part is not None}
+        parts = {"model": self.model, "trainer": self}
+        parts |= _numbered("optimizer", self._optimizers) | _numbered("scheduler", self._schedules)
+        return parts if self._average is None else parts | {"average": self._average}
 
     def _overview(self) -> Overview:
         optimizers = " and ".join(type(each).__name__ for each in self._optimizers)
@@ -811,6 +812,11 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing, Overviewed):
         )
         attempt.is_added = True  # before anything else that may fail, which would add it once more
         attempt.loss = loss.detached(count)
+
+
+def _numbered(name: str, parts: Sequence[object]) -> dict[str, Any]:
+    """Return the parts by names: the first has no number."""
+    return {f"{name}{number}" if number > 1 else name: each for number, each in enumerate(parts, 1)}
 
 
 def _looking(

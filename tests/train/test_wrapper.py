@@ -629,6 +629,33 @@ def test_stateful_parts():
     assert trainer.num_ranks == 1
 
 
+def test_each_optimizer_may_have_a_schedule(tmp_path):
+    def trained(num_steps):
+        model = nn.Linear(2, 2)
+        optimizers = [torch.optim.SGD([each], 1.0) for each in model.parameters()]
+        schedules = [
+            torch.optim.lr_scheduler.ExponentialLR(each, gamma)
+            for each, gamma in zip(optimizers, (0.5, 0.1), strict=True)
+        ]
+        with (
+            mk.MemoryEfficientTrainingWrapper(model, optimizers, scheduler=schedules) as trainer,
+            mk.TrainingStateManager(tmp_path) as state,
+        ):
+            parts = trainer.parts()
+            assert [parts["scheduler"], parts["scheduler2"]] == schedules
+            state.restore(**parts)
+            for _ in range(num_steps):
+                trainer.train_step(torch.ones(4, 2), lambda model, x: model(x).mean())
+            state.save(num_steps, **parts)
+        return [each.param_groups[0]["lr"] for each in optimizers]
+
+    assert trained(2) == pytest.approx([0.25, 0.01])
+    assert trained(1) == pytest.approx([0.125, 0.001])
+    with pytest.raises(mk.errors.InputTypeError, match=r"got the class SGD; expected .* or a list of such schedules"):
+        model = nn.Linear(2, 2)
+        mk.MemoryEfficientTrainingWrapper(model, torch.optim.SGD(model.parameters()), scheduler=[torch.optim.SGD])
+
+
 def test_transforms_of_functions_beside_saved_tensor_hooks():
     """MAML by torch.func.grad: beside hooks, torch asks the user to open an issue; blocks run without a checkpoint."""
 
