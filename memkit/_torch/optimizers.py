@@ -25,6 +25,7 @@ __all__ = [
     "own_attributes",
     "own_step",
     "states_of_scaler",
+    "step_hooks_of",
 ]
 
 
@@ -67,6 +68,12 @@ def call_first(optimizer: Optimizer, hook: Callable[..., None]) -> RemovableHand
 def has_step_hooks(optimizer: Optimizer) -> bool:
     """Return whether any hooks run before or after an optimizer's step."""
     return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+
+
+def step_hooks_of(optimizer: Optimizer) -> list[Callable[..., Any]]:
+    """Return the hooks that run before and after an optimizer's step."""
+    named = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")  # none without Optimizer.__init__
+    return [hook for name in named for hook in getattr(optimizer, name, {}).values()]
 
 
 def init_group_of(optimizer: Optimizer) -> Callable[..., Any]:

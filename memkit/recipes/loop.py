@@ -252,7 +252,8 @@ class MemoryEfficientTrainLoop:
             self._is_behind = True
             if self._looks_for_unsaved:
                 data, saved = getattr(self._loader, "dataset", None), [*self._parts.values(), *self._objects.values()]
-                self._unsaved = UnsavedState(self.trainer.model, self._loss_fn, data, self._position.samplers, saved)
+                functions = [self._loss_fn, *self.trainer.step_functions()]
+                self._unsaved = UnsavedState(self.trainer.model, functions, data, self._position.samplers, saved)
         self._timeline.restart()
         self._began = time.monotonic(), self.num_steps
         with self._stop, self._make_bar(num_epochs) as bar:
@@ -353,8 +354,8 @@ class MemoryEfficientTrainLoop:
         self._validated_at, self._figures = state["validated_at"], state["figures"]
 
     def _generators(self) -> list[torch.Generator]:
-        """Return the generators, but for the global ones, that the model and the loss function draw from."""
-        return held_apart([self.trainer.model, self._loss_fn]).torch_generators()
+        """Return the generators, but for the global ones, that the model and the functions of a step draw from."""
+        return held_apart([self.trainer.model, self._loss_fn, *self.trainer.step_functions()]).torch_generators()
 
     def _run_epoch(self, bar: Any) -> None:
         batches, timeline = self._position.batches(), self._timeline

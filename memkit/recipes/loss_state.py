@@ -29,33 +29,38 @@ _MOST_ITEMS = 4096  # of a list that is compared with the one in its place befor
 
 
 class UnsavedState:
-    """State that nothing saves, as it is now: tensors of a loss function, a data set's own generators, and values.
+    """State that nothing saves, as it is now: tensors of a step's functions, a data set's own generators, and values.
 
     The values are numbers, words, tensors and arrays that stand in attributes, lists and dicts of what the model, the
-    loss function and the loader's ``collate_fn`` hold, and in variables of these functions. One that is no value of its
-    kind before the training does not count: a cache begins as None, a log as an empty list.
+    functions of a step and the loader's ``collate_fn`` hold, and in variables of these functions. One that is no value
+    of its kind before the training does not count: a cache begins as None, a log as an empty list.
 
     Cost: a sum over the bits of the tensors, now and when they are compared.
 
     Args:
         model: The model.
-        loss_fn: The loss function.
+        functions: The functions of a step: the loss function, ``on_gradients``, and hooks of the optimizers.
         data: The data set; None if there is none.
         samplers: The samplers of its loader.
-        saved: Objects whose state is saved; the modules among them are left out, with their children.
+        saved: Objects whose state is saved; they are left out, with what they hold.
     """
 
     def __init__(
-        self, model: nn.Module, loss_fn: object, data: object, samplers: Samplers, saved: Iterable[object]
+        self,
+        model: nn.Module,
+        functions: Sequence[object],
+        data: object,
+        samplers: Samplers,
+        saved: Iterable[object],
     ) -> None:
         saved = list(saved)
-        self._held = held_apart([model, loss_fn, *samplers.collate_fns])
+        self._held = held_apart([model, *functions, *samplers.collate_fns])
         self._modules = [model, *(each for each in saved if isinstance(each, nn.Module))]
-        self._except_for = _with_states(model) | _members(self._held.modules())
-        self._except_for |= Attributes([each for each in saved if not isinstance(each, nn.Module)]).ids()
+        by_objects = Attributes([each for each in saved if not isinstance(each, nn.Module)]).ids()
+        self._except_for = _with_states(self._modules) | _members(self._held.modules()) | by_objects
         self._data, self._samplers = Attributes([data]), samplers
         samplers.note()
-        self._holders = _holders(Attributes([loss_fn]), saved)
+        self._holders = _holders(Attributes(functions), saved, by_objects)
         self._before = dict(self._sums())
         self._values_before = {(id(each.place), each.key): fingerprint for each, fingerprint in self._values()}
         self._lists_before = {(id(each.place), each.key): (each.now, prints) for each, prints in self._lists()}
@@ -110,17 +115,21 @@ class UnsavedState:
         ]
         if changed:
             warn_user(
-                f"{call}: training has changed what loss_fn holds ({list_some(list(dict.fromkeys(changed)), 3)}), and "
-                "that is not saved: a resumed run begins with it anew, and differs. Way out: write model.criterion = "
-                "criterion before the trainer is made: its buffers and parameters are then saved as the model's."
+                f"{call}: training has changed what loss_fn, on_gradients or a hook of the optimizer holds "
+                f"({list_some(list(dict.fromkeys(changed)), 3)}), and that is not saved: a resumed run begins with it "
+                "anew, and differs. Way out: let the loop save it. For a module's parameters and buffers, write "
+                "objects={'criterion': criterion}; for an object that is no module, name the module that it has, "
+                "objects={'teacher': criterion.teacher}, or give it state_dict() and load_state_dict(state)."
             )
         if values := sorted({*self._changed_values(), *self._held.drawn()}.difference(changed)):
             warn_user(
-                f"{call}: training has changed what the model, loss_fn or collate_fn keeps ({list_some(values, 3)}), "
-                "and that is not saved: a resumed run begins with it anew. If the training depends on it, as on a "
-                "count of steps, it differs. Way out: keep it in a buffer of the model, "
-                "self.register_buffer('count', torch.zeros(())), or save it by the model's get_extra_state() and "
-                "set_extra_state(state); draw random numbers from a torch.Generator, which is saved."
+                f"{call}: training has changed what the model, loss_fn, collate_fn, on_gradients or a hook of the "
+                f"optimizer keeps ({list_some(values, 3)}), and that is not saved: a resumed run begins with it anew. "
+                "If the training depends on it, as on a count of steps, it differs. Way out: keep it in a buffer of "
+                "the model, self.register_buffer('count', torch.zeros(())), or save it by the model's "
+                "get_extra_state() and set_extra_state(state); give any other object state_dict() and "
+                "load_state_dict(state), and write objects={'clip': clip} for the loop; draw random numbers from a "
+                "torch.Generator, which is saved."
             )
         if of_data:
             warn_user(f"{call}: {reading_changes(of_data)} Way out: compute it from seed, epoch and index.")
@@ -246,10 +255,11 @@ def _counts_of(parts: Iterable[object]) -> list[dict[str, Any]]:
     return [plain_attributes(each, with_saving=True) for each in users]
 
 
-def _with_states(model: nn.Module) -> set[int]:
+def _with_states(roots: Iterable[nn.Module]) -> set[int]:
     """Return the ids of modules that save a state of their own, of torch's modules, and of all that the former hold."""
-    own = [each for each in model.modules() if any(getattr(type(each), name) is not default for name, default in _OWN)]
-    of_torch = [each for each in model.modules() if type(each).__module__.startswith("torch.")]
+    modules = {each for root in roots for each in root.modules()}
+    own = [each for each in modules if any(getattr(type(each), name) is not default for name, default in _OWN)]
+    of_torch = [each for each in modules if type(each).__module__.startswith("torch.")]
     return {*Attributes(own).ids(), *map(id, of_torch)}
 
 
@@ -258,11 +268,10 @@ def _members(modules: Iterable[nn.Module]) -> set[int]:
     return {id(each) for module in modules for name, each in vars(module).items() if name in STATE}
 
 
-def _holders(held: Attributes, known: Iterable[object]) -> list[object]:
-    """Return what holds tensors, without objects that are known, or children of known modules."""
-    known = list(known)
+def _holders(held: Attributes, known: Sequence[object], ids_of_known: set[int]) -> list[object]:
+    """Return what holds tensors, without objects that are known, children of known modules, and these ids."""
     ids = {id(each) for module in known if isinstance(module, nn.Module) for each in module.modules()}
-    ids |= set(map(id, known))
+    ids |= ids_of_known.union(map(id, known))
     return [each for each in held.holders() if id(each) not in ids]
 
 

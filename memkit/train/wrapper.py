@@ -33,6 +33,7 @@ from memkit._recovery.snapshot import Rollback
 from memkit._tape.plan import SavedTensorPlan
 from memkit._torch.compiler import count_graphs
 from memkit._torch.modules import all_parameters
+from memkit._torch.optimizers import step_hooks_of
 from memkit.train.blocks import Choice
 from memkit.train.checkpointing import Checkpointing
 from memkit.train.checks import (
@@ -218,6 +219,7 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing, Overviewed):
         self.model, self.memory, self._device = model, memory, device_of(model)
         check_owner(model, self._optimizers)
         self._accumulation_steps = accumulation_steps
+        self._on_gradients = on_gradients
         self._split_fn, self._schedules, self._average = split_fn, list_schedules(scheduler), average
         self._split_watch = SplitWatch(model, probe, call=_CALL, may_change=on_oom == "inexact")
         self._evaluation_sizes = SizeMemory()
@@ -402,6 +404,11 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing, Overviewed):
         parts = {"model": self.model, "trainer": self}
         parts |= _numbered("optimizer", self._optimizers) | _numbered("scheduler", self._schedules)
         return parts if self._average is None else parts | {"average": self._average}
+
+    def step_functions(self) -> list[Callable[..., Any]]:
+        """Return the functions that run within a step: ``on_gradients``, and the step hooks of the optimizers."""
+        hooks = [hook for each in self._optimizers for hook in step_hooks_of(each)]
+        return hooks if self._on_gradients is None else [self._on_gradients, *hooks]
 
     def _overview(self) -> Overview:
         optimizers = " and ".join(type(each).__name__ for each in self._optimizers)
