@@ -39,11 +39,18 @@ __all__ = [
     "recomputed_by_hooks",
     "rnn_functions",
     "training_flags",
+    "unsaved_buffers_of",
 ]
 
 
 buffers_of: Callable[[nn.Module], dict[str, Tensor | None]] = attrgetter("_buffers")
 """Returns a module's own buffers, including None, for reading and replacing: `setattr` rejects some values."""
+
+
+def unsaved_buffers_of(module: nn.Module) -> dict[str, Tensor]:
+    """Return a module's own buffers with ``persistent=False``, which its ``state_dict`` does not have."""
+    names = module._non_persistent_buffers_set
+    return {name: each for name, each in module._buffers.items() if name in names and each is not None}
 
 
 def all_parameters(module: nn.Module) -> list[nn.Parameter]:

@@ -7,6 +7,7 @@ from collections.abc import Container, Iterable, Iterator, Sequence
 from types import FunctionType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.utils.data import DataLoader, Dataset, Sampler
@@ -17,7 +18,7 @@ from memkit._core.printable import list_some
 from memkit._machine import random_state
 from memkit._recorder.rehearsal import Attributes, HeldValue, fingerprint_of
 from memkit._recovery.snapshot import HeldState, RandomNumbers
-from memkit._torch.modules import STATE
+from memkit._torch.modules import STATE, unsaved_buffers_of
 from memkit._torch.tensors import bit_sums, has_storage, storage_key
 from memkit.recipes.order import all_parts, changed_names, plain_attributes, reading_changes
 from memkit.recipes.samplers import Samplers, held_apart
@@ -62,6 +63,7 @@ class UnsavedState:
         samplers.note()
         self._holders = _holders(Attributes(functions), saved, by_objects)
         self._before = dict(self._sums())
+        self._buffers_before = self._unsaved_buffers()
         self._values_before = {(id(each.place), each.key): fingerprint for each, fingerprint in self._values()}
         self._lists_before = {(id(each.place), each.key): (each.now, prints) for each, prints in self._lists()}
 
@@ -69,6 +71,22 @@ class UnsavedState:
         for number, holder in enumerate(self._holders):
             for name, each in _tensors_of(holder).items():
                 yield (number, name), bit_sums([each])
+
+    def _unsaved_buffers(self) -> dict[tuple[int, str], tuple[str, torch.Size, list[int]]]:
+        """Return name, shape and sums of the buffers that no module's state has; its own way to save may have them."""
+        modules = {each for root in self._modules for each in root.modules() if id(each) not in self._except_for}
+        return {
+            (id(module), name): (f"{type(module).__name__}.{name}", each.shape, bit_sums([each]))
+            for module in modules
+            for name, each in unsaved_buffers_of(module).items()
+            if has_storage(each)
+        }
+
+    def _changed_buffers(self) -> list[str]:
+        before = self._buffers_before
+        pairs = [(before[key], now) for key, now in self._unsaved_buffers().items() if key in before]
+        # One of another shape is a cache, which grows.
+        return sorted({now[0] for then, now in pairs if then[1] == now[1] and then[2] != now[2]})
 
     def _values(self) -> Iterator[tuple[HeldValue, tuple[object, object] | None]]:
         tensors = [each for module in self._modules for each in (*module.parameters(), *module.buffers())]
@@ -130,6 +148,12 @@ class UnsavedState:
                 "get_extra_state() and set_extra_state(state); give any other object state_dict() and "
                 "load_state_dict(state), and write objects={'clip': clip} for the loop; draw random numbers from a "
                 "torch.Generator, which is saved."
+            )
+        if buffers := self._changed_buffers():
+            warn_user(
+                f"{call}: training has changed buffers with persistent=False ({list_some(buffers, 3)}), and these are "
+                "not saved: a resumed run begins with them anew. If the training depends on them, as on a running "
+                "mean, it differs. Way out: write self.register_buffer('mean', torch.zeros(4), persistent=True)."
             )
         if of_data:
             warn_user(f"{call}: {reading_changes(of_data)} Way out: compute it from seed, epoch and index.")

@@ -167,6 +167,48 @@ def test_what_functions_of_a_step_keep_goes_on_as_an_object(kind, tmp_path):
     torch.testing.assert_close(trained_by(tmp_path / "parts", kind, 4, is_saved=True), whole, rtol=0, atol=0)
 
 
+class Centering(nn.Module):
+    """Subtracts a running mean, which is in a buffer; another one is a cache of the model."""
+
+    def __init__(self, **kept):
+        super().__init__()
+        self.linear = nn.Linear(5, 3, dtype=torch.float64)
+        self.register_buffer("mean", torch.zeros(5, dtype=torch.float64), **kept)
+        self.register_buffer("range", torch.zeros(0), persistent=False)
+        self.register_buffer("scale", torch.ones(5, dtype=torch.float64), persistent=False)
+
+    def forward(self, x):
+        self.range = torch.arange(len(x))
+        self.scale.copy_(torch.ones(5))
+        self.mean.lerp_(x.mean(0), 0.1)
+        return self.linear((x - self.mean) * self.scale)
+
+
+class OwnState(Centering):
+    def get_extra_state(self):
+        return {"mean": self.mean}
+
+    def set_extra_state(self, state):
+        self.mean.copy_(state["mean"])
+
+
+def trained_centering(folder, num_epochs, model):
+    data = [torch.randn(8, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(i)) + 3 for i in range(3)]
+    trainer = mk.MemoryEfficientTrainingWrapper(model, torch.optim.SGD(model.parameters(), 0.01))
+    with mk.TrainingStateManager(folder) as state:
+        mk.MemoryEfficientTrainLoop(
+            trainer, data, lambda model, x: (model(x) - 1).square().mean(), state=state, progress=False
+        ).run(num_epochs=num_epochs)
+
+
+def test_buffers_that_no_state_has_are_told_of(tmp_path):
+    told = r"changed buffers with persistent=False \(Centering\.mean\), .* persistent=True\)"
+    with pytest.warns(mk.MemkitWarning, match=told):
+        trained_centering(tmp_path / "told", 1, Centering(persistent=False))
+    trained_centering(tmp_path / "own", 1, OwnState(persistent=False))
+    trained_centering(tmp_path / "buffer", 1, Centering())  # a warning would be an error here
+
+
 class Balanced(nn.Module):
     """A loss divided by its running mean, of normalized outputs."""
 
