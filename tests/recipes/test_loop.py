@@ -14,6 +14,7 @@ import threading
 from concurrent.futures import ProcessPoolExecutor
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -528,6 +529,45 @@ def test_objects_of_the_user_are_saved(tmp_path):
         assert average.weight.item() == 1.0
     with pytest.raises(mk.errors.ConfigError, match=r"got objects=\{'monitor': \.\.\.\}"):
         make(objects={"monitor": average})
+
+
+class DrawingByEpoch:
+    """A data set that draws from seed, epoch and index, as docs/loops.md advises."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        image, label = (each[index] for each in digits())
+        noise = np.random.default_rng((0, self.epoch, index)).normal(0.0, 0.1, image.shape)
+        return image + torch.from_numpy(noise).float(), label
+
+
+def test_what_is_drawn_by_epoch_in_workers_is_the_same_after_a_stop(tmp_path):
+    def train(folder, stop_at=None):
+        calls = itertools.count(1)
+        order = ResumableBatchSampler(64, 8, seed=0)
+        loader = DataLoader(DrawingByEpoch(), batch_sampler=order, num_workers=2)
+
+        def loss_fn(model, batch):
+            if next(calls) == stop_at:
+                raise ArithmeticError
+            return classify(model, batch)
+
+        with TrainingStateManager(folder) as state, contextlib.suppress(ArithmeticError):
+            loop, model = make(loader, state=state, save_every=3)
+            loop._loss_fn = loss_fn
+            loop.run(num_epochs=2)
+        return weights(model)
+
+    whole = train(tmp_path / "whole")
+    train(tmp_path / "parts", stop_at=24)  # two micro-batches a step: in the second epoch
+    assert torch.equal(train(tmp_path / "parts"), whole)
 
 
 class Spread:
