@@ -66,6 +66,11 @@ def list_some(names: Sequence[str], most: int = 5) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if names[most:] else "")
 
 
+def percent(share: float) -> str:
+    """Return a share as a percentage, without trailing zeros: ``"20%"`` for 0.2."""
+    return f"{100 * share:g}%"
+
+
 def counted(number: int, noun: str) -> str:
     """Return a number and its noun, in the plural unless the number is 1.
 

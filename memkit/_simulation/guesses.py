@@ -82,6 +82,7 @@ class Guesses(Counter[str]):
             chunks.
         num_true: How often a value was read that a tensor does have: it needed no guess.
         place: The line of ``x[place]`` whose place was answered, and where the selection is still to come.
+        selected_fraction: The share that a mask was assumed to select; None if no size depends on such a share.
     """
 
     def __init__(self, answers: Answers = PLAIN) -> None:
@@ -93,6 +94,7 @@ class Guesses(Counter[str]):
         self.num_true = 0
         self.uncounted: dict[str, None] = {}
         self.place: str | None = None
+        self.selected_fraction: float | None = None
         self._drawn: set[str] = set()  # lines whose numbers are random
 
     @property

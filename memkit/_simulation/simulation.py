@@ -351,6 +351,7 @@ class Watch:
             guesses=tuple(f"{count} x {guess}" for guess, count in guesses.items()),
             doubts=(*guesses.doubts, *self.steps_without_gradients()),
             assumptions=tuple(guesses.assumptions),
+            selected_fraction=guesses.selected_fraction,
             caller=str(StepPosition().place().line),
         )
 
@@ -396,6 +397,7 @@ class Record:
         assumptions: Conditions assumed to hold.
         caller: The line that requested the simulation, which is removed from the recorded source lines.
         reads_values: Whether the forward or backward of a step read values that a tensor has, such as lengths.
+        selected_fraction: The share that masks were assumed to select; None if no size depends on such a share.
     """
 
     recording: Recording
@@ -406,6 +408,7 @@ class Record:
     assumptions: tuple[str, ...]
     caller: str
     reads_values: bool = False
+    selected_fraction: float | None = None
 
     @property
     def confidence(self) -> Literal["exact", "workspace", "guessed"]:

@@ -392,9 +392,15 @@ class Tensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's own c
                 "the batch; other such operators cannot be estimated.",
             )
         if func is _aten.nonzero.default:
-            count = math.ceil(self._selected_fraction * tensor.numel())
-            return tensor.new_empty((count, tensor.dim()), dtype=torch.int64)
-        return tensor.new_empty(math.ceil(self._selected_fraction * math.prod(selected_shape(tensor, *others))))
+            return tensor.new_empty((self.num_assumed(tensor.numel()), tensor.dim()), dtype=torch.int64)
+        return tensor.new_empty(self.num_assumed(math.prod(selected_shape(tensor, *others))))
+
+    def num_assumed(self, number: int) -> int:
+        """Return how many of so many elements an unknown mask is assumed to select: all, unless a fraction is given."""
+        if self._selected_fraction is None:
+            return number
+        self.guesses.selected_fraction = self._selected_fraction
+        return math.ceil(self._selected_fraction * number)
 
     # --------------------------------------------------------------------------------- what operators make
 
@@ -645,10 +651,13 @@ def known_values(tensor: Tensor) -> Tensor | None:
 
 
 def num_selected(mask: Tensor, shape: Sequence[int]) -> int:
-    """Return how many elements of a shape a mask selects: all, if its values are not known."""
+    """Return how many elements of a shape a mask selects: as many as assumed, if its values are not known."""
     known = known_values(mask)
+    if known is None:
+        number, mode = math.prod(shape), mask.fake_mode if isinstance(mask, FakeTensor) else None
+        return mode.num_assumed(number) if isinstance(mode, Tensors) else number
     with no_dispatch():
-        return math.prod(shape) if known is None else int(torch.count_nonzero(known.expand(shape)))
+        return int(torch.count_nonzero(known.expand(shape)))
 
 
 def selected_shape(tensor: Tensor, mask: Tensor) -> torch.Size:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from memkit._core.errors import InputError, StateError
-from memkit._core.printable import counted, printable
+from memkit._core.printable import counted, percent, printable
 from memkit._core.units import format_bytes
 from memkit.cli._codes import FAILED, NO, NOT_KNOWN, YES
 from memkit.cli._failures import say_error
@@ -169,7 +169,10 @@ def _word(found: dict[str, Any], doubts: list[str]) -> str:
         return "failed" if is_scripts else "not known"
     if doubts:
         return "not known"
-    return "does not fit" if found["ended"] == "out of memory" else "fits"
+    if found["ended"] != "out of memory":
+        return "fits"
+    # With an assumed share, the memory is an upper bound: if masks select less, the step may fit.
+    return "does not fit" if found["estimate"]["selected_fraction"] is None else "not known"
 
 
 class _NoReportError(StateError):
@@ -307,14 +310,8 @@ def _shown(value: Any) -> Any:
 
 
 def _verdict(report: dict[str, Any]) -> str:
-    doubts = report["estimate"]["doubts"]
-    if report["verdict"] == "failed":
-        return f"NOT KNOWN: the script failed ({report['problem']['error']})"
-    if report["verdict"] == "not known" and report["problem"] is not None and report["ended"] == "error":
-        after = ", after it received guessed values" if doubts else ""
-        return f"NOT KNOWN: the script failed ({report['problem']['error']}){after}"
-    if report["verdict"] == "not known":
-        return "NOT KNOWN: its memory may differ from what was seen"
+    if report["verdict"] in ("failed", "not known"):
+        return f"NOT KNOWN: {_unknown(report)}"
     if report["verdict"] == "does not fit":
         return f"DOES NOT FIT: {report['gpu']} runs out of memory"
     num_ooms, num_assumed = len(report["out_of_memory"]), len(report["estimate"]["assumptions"])
@@ -324,7 +321,19 @@ def _verdict(report: dict[str, Any]) -> str:
     assumed = f", assuming that {checks}" if num_assumed else ""
     total_bytes = report["estimate"]["total_bytes"]
     room = "" if total_bytes is None else f": {format_bytes(total_bytes)} of {format_bytes(report['capacity_bytes'])}"
-    return f"fits {report['gpu']}{caught}{steps}{assumed}{room}"
+    condition = MemoryEstimate.from_dict(report["estimate"]).condition
+    return f"fits {report['gpu']}{caught}{steps}{assumed}{room}{condition}"
+
+
+def _unknown(report: dict[str, Any]) -> str:
+    doubts = report["estimate"]["doubts"]
+    if report["ended"] == "error":
+        after = ", after it received guessed values" if doubts and report["verdict"] == "not known" else ""
+        return f"the script failed ({report['problem']['error']}){after}"
+    if doubts:
+        return "its memory may differ from what was seen"
+    share = percent(report["estimate"]["selected_fraction"])
+    return f"{report['gpu']} runs out of memory if masks select {share}; if they select less, it may fit"
 
 
 def _problem(report: dict[str, Any]) -> list[str]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, TypeAlias
 from memkit._charts.overview import Overview, Overviewed
 from memkit._core.errors import warn_user
 from memkit._core.foreign import AS_DICT, PEAK, SUMMARY
-from memkit._core.printable import printable
+from memkit._core.printable import percent, printable
 from memkit._core.units import format_bytes
 from memkit._core.words import guided
 from memkit.predict.gpus import CapacityLike, capacity_bytes
@@ -181,6 +181,8 @@ class MemoryEstimate(Overviewed):
         target_bytes: Memory of that GPU; None for the CPU, and for a preset without a size.
         reads_values: Whether the step reads values of its batch, such as lengths: batches of equal shapes may then
             differ.
+        selected_fraction: The share that masks were assumed to select; None if no size depends on such a share. The
+            bytes are then an upper bound, as long as masks select no more.
 
     Example:
         >>> from memkit import estimate_memory_usage
@@ -216,6 +218,7 @@ class MemoryEstimate(Overviewed):
     target: str = "cpu"
     target_bytes: int | None = None
     reads_values: bool = False
+    selected_fraction: float | None = None
     _find_least: Callable[[], int] | None = field(default=None, repr=False, compare=False)
     _find_range: Callable[[], tuple[int, int]] | None = field(default=None, repr=False, compare=False)
 
@@ -326,7 +329,9 @@ class MemoryEstimate(Overviewed):
         Returns:
             One of the four words, with its `reason`. ``"fits"``: the step runs; with less than
             `required_bytes` the allocator has to free its cache, which takes time, and the reason says so. ``"too
-            close"``: the capacity is between the two ends of `least_required_interval`.
+            close"``: the capacity is between the two ends of `least_required_interval`. With a `selected_fraction` the
+            bytes are an upper bound: ``"fits"`` holds as long as masks select no more, which the reason says; what is
+            too large or too close is ``"not known"``, because the step may fit if masks select less.
 
         Raises:
             InputError: ``capacity`` is negative, or text that is neither a size nor the name of one GPU.
@@ -337,12 +342,17 @@ class MemoryEstimate(Overviewed):
         if self.doubts:
             return Verdict("not known", "; ".join(self.doubts))
         if headroom_bytes >= 0:
-            return Verdict("fits", f"it needs at most {most} and leaves {format_bytes(headroom_bytes)} free")
+            free = format_bytes(headroom_bytes)
+            return Verdict("fits", f"it needs at most {most} and leaves {free} free{self.condition}")
         low, high = self.least_required_interval
         there_bytes = self.required_bytes + headroom_bytes
         if high <= there_bytes:
-            needed = f"it needs {format_bytes(high)}"
+            needed = f"it needs {format_bytes(high)}{self.condition}"
             return Verdict("fits", f"{needed}; below {most} the allocator has to free its cache, which takes time")
+        if self.selected_fraction is not None:
+            needed = f"it needs up to {format_bytes(high)}, {format_bytes(high - there_bytes)} more than there is"
+            share = f"if masks select {percent(self.selected_fraction)}"
+            return Verdict("not known", f"{needed}, {share}; if they select less, it may fit")
         if low <= there_bytes:
             return Verdict("too close", f"it needs at least {format_bytes(low)}, or up to {format_bytes(high)}")
         missing = format_bytes(low - there_bytes)
@@ -350,6 +360,8 @@ class MemoryEstimate(Overviewed):
 
     def fits(self, capacity: CapacityLike) -> bool:
         """Say whether `verdict` is ``"fits"``: the step runs in ``capacity``, and there are no `doubts`.
+
+        With a `selected_fraction`, True holds as long as masks select no more than that.
 
         Args:
             capacity: As for `verdict`.
@@ -386,7 +398,18 @@ class MemoryEstimate(Overviewed):
         if self.doubts:
             return f"not known: {'; '.join(self.doubts)}"
         where = " of live tensors on the CPU" if self.total_bytes is None else ""
-        return f"needs at most {format_bytes(self.required_bytes)}{where}"
+        return f"needs at most {format_bytes(self.required_bytes)}{where}{self.condition}"
+
+    @property
+    def condition(self) -> str:
+        """The condition under which the bytes are an upper bound, to follow them in a sentence.
+
+        It is ``", if masks select at most 20%"`` where `selected_fraction` is 0.2, and "" without a fraction or where
+        it is 1.0: masks cannot select more.
+        """
+        if self.selected_fraction is None or self.selected_fraction == 1:
+            return ""
+        return f", if masks select at most {percent(self.selected_fraction)}"
 
     def parts(self) -> dict[str, int | None]:
         """Return the figures by their display names, the parts of the peak first; None where unknown."""
@@ -481,6 +504,7 @@ class MemoryEstimate(Overviewed):
                 for storage in recording.top(_NUM_HOLDERS)
             ),
             reads_values=record.reads_values,
+            selected_fraction=record.selected_fraction,
             _find_least=None if figures is None else figures.find_least,
             _find_range=None if figures is None else figures.find_range,
         )

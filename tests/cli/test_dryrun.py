@@ -245,6 +245,20 @@ def test_failing_script(capfd, ending, code, expected):
         assert text in out
 
 
+@pytest.mark.parametrize(
+    ("fraction", "code", "verdict"),
+    [
+        ("1", 3, r"NOT KNOWN: T4 runs out of memory if masks select 100%; if they select less, it may fit"),
+        ("0.01", 0, r"fits T4: .* of .*, if masks select at most 1%"),
+    ],
+)
+@pytest.mark.usefixtures("forked")
+def test_an_assumed_fraction_never_says_that_a_script_does_not_fit(capfd, fraction, code, verdict):
+    found, out, err = dryrun(capfd, "ends.py", "selects much", "--gpu", "T4", "--selected-fraction", fraction)
+    assert found == code, err
+    assert re.match(verdict, unfolded(out))
+
+
 @pytest.mark.usefixtures("forked")
 def test_without_an_optimizer_a_step_is_a_backward_pass(capfd):
     code, out, _ = dryrun(capfd, "--gpu", "T4", "--steps", "5", "--json", "ends.py", "by hand")

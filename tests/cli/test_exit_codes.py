@@ -107,6 +107,8 @@ TABLE = [
     ("estimate steps.py:guessed --budget 1kB", 3),
     ("estimate steps.py:selects --budget 1GiB", 3),
     ("estimate steps.py:selects --budget 1GiB --selected-fraction 1", 0),
+    ("estimate steps.py:selects --budget 1GiB --selected-fraction 0.2", 0),
+    ("estimate steps.py:selects --budget 1kB --selected-fraction 1", 3),
     ("estimate steps.py:convolution --budget 30MiB", 3),
     ("estimate steps.py:crash", 4),
     ("estimate steps.py:crash_in_step", 4),

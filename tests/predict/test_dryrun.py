@@ -329,6 +329,35 @@ def test_data_dependent_sizes_need_a_bound():
         )
 
 
+def positive_squares(model, x):
+    y = model(x)
+    return y[y > 0].square().sum()
+
+
+@pytest.mark.parametrize("target", ["cpu", "T4"])
+def test_an_assumed_fraction_is_a_condition_of_the_verdict(target):
+    arguments = nn.Linear(8, 50), torch.randn(100, 8), positive_squares
+    few, all_ = (estimate_memory_usage(*arguments, target=target, selected_fraction=f) for f in (0.2, 1.0))
+    unmasked = estimate_memory_usage(*arguments[:2], lambda model, x: model(x).sum(), selected_fraction=0.2)
+    assert (few.selected_fraction, all_.selected_fraction, unmasked.selected_fraction) == (0.2, 1.0, None)
+    condition = ", if masks select at most 20%"
+    assert (few.condition, all_.condition, unmasked.condition) == (condition, "", "")
+    for num_bytes in (few.required_bytes, few.least_required_interval[1]):  # with less, a card has to free its cache
+        size = f"{num_bytes}B"
+        verdict = few.verdict(size)
+        assert verdict == "fits"
+        assert condition in verdict.reason
+        assert few.fits(size)
+    assert few.headline.endswith(condition)
+    assert all_.fits(f"{all_.required_bytes}B")
+    for estimate, share in ((few, "20%"), (all_, "100%")):
+        verdict = estimate.verdict(f"{estimate.least_required_interval[1] - 1}B")
+        assert verdict == "not known"
+        assert f"if masks select {share}; if they select less, it may fit" in verdict.reason
+        assert estimate.verdict("1KiB") == "not known"
+    assert unmasked.verdict("1KiB") == "does not fit"
+
+
 @pytest.mark.parametrize("target", ["cpu", "T4"])
 @pytest.mark.parametrize(
     "select",

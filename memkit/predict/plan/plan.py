@@ -289,7 +289,7 @@ class TrainingPlan(Overviewed):
             ("time", f"{self.predicted_slowdown:.2f} times that of the largest micro-batches, untreated"),
             ("candidates", f"{len(self.candidates)} tried, {num_fitting} fit"),
         ]
-        headline = f"fits into {budget}: it needs at most {needs}"
+        headline = f"fits into {budget}: it needs at most {needs}{self.estimate.condition}"
         if self.estimate.doubts:
             headline = f"not known whether it fits into {budget}: {'; '.join(self.estimate.doubts)}"
         return Overview(headline, rows, self.notes)

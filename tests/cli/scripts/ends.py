@@ -15,6 +15,9 @@ elif sys.argv[1] == "package":
 elif sys.argv[1] == "selects":
     x = torch.rand(10, device="cuda")
     print(x[x > 0].sum())
+elif sys.argv[1] == "selects much":
+    weight = torch.ones(10**9, device="cuda", requires_grad=True)
+    weight[weight > 0].sum().backward()
 elif sys.argv[1] == "by hand":  # without an optimizer of torch
     weight = torch.ones(256, 256, device="cuda", requires_grad=True)
     while True:
