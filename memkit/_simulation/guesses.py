@@ -28,7 +28,7 @@ from memkit._recorder.recorder import StepPosition
 from memkit._simulation.uses import Site, Use, is_caught, operation_of, site_of
 from memkit._torch.dispatch import no_dispatch
 from memkit._torch.fake import FakeTensor
-from memkit._torch.files import WRAPPERS
+from memkit._torch.files import ADAFACTOR, WRAPPERS
 
 READ = "aten._local_scalar_dense.default"  # the operator behind `Tensor.item`
 _COMPARING_TENSORS = frozenset({"aten.allclose.default", "aten.equal.default"})
@@ -38,6 +38,7 @@ _INDEXING = ("BINARY_SUBSCR", "STORE_SUBSCR", "BINARY_OP")  # the last one since
 _SEARCHING = ("BINARY", "STORE", "DELETE", "LOAD", "BUILD", "MAP", "LIST", "SET")  # dictionaries and sets compare keys
 _TORCH, _MEMKIT = Path(torch.__file__).parent, Path(__file__).parents[1]
 _FILLING = str(_TORCH / "nn" / "init.py")  # fills weights with random numbers
+_SCALING = str(_TORCH / ADAFACTOR)  # scales updates by the larger of two numbers: no size and no operator depends on it
 _ASSERTING = str(_TORCH / "testing")  # raises an error where numbers differ
 _SIZING = tuple(str(_MEMKIT / name) for name in ("points", "voxel"))  # as many cells as the values say
 # Files whose frames are between the code that reads a number and the answer.
@@ -333,13 +334,13 @@ def _frame(between: tuple[str, ...] = _BETWEEN) -> FrameType:
 
 
 def _site() -> Site:
-    """Find how the reading code uses the answer. Where memkit trains, it uses it only for weights and checks."""
+    """Find how the reading code uses the answer. memkit and Adafactor use it only for weights and checks."""
     frame = _frame()
     file = frame.f_code.co_filename
     if file.startswith(_ASSERTING):
         return Site(Use.BRANCH) if is_caught(frame, AssertionError) else Site(Use.GUARD, passing=True)
-    is_harmless = file.startswith(str(_MEMKIT)) and not file.startswith(_SIZING)
-    return Site(Use.TEXT) if is_harmless else site_of(frame)
+    is_own = file.startswith(str(_MEMKIT)) and not file.startswith(_SIZING)
+    return Site(Use.TEXT) if is_own or file == _SCALING else site_of(frame)
 
 
 # ------------------------------------------------------------------------------------------- guessed numbers

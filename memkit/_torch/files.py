@@ -1,4 +1,4 @@
-"""Files of torch whose frames lie between a line of code and the operator that it calls."""
+"""Files of torch, by their path in its package."""
 
 WRAPPERS = (
     "_tensor.py",
@@ -10,3 +10,5 @@ WRAPPERS = (
     "utils/_stats.py",
     "utils/_python_dispatch.py",
 )
+"""Those whose frames lie between a line of code and the operator that it calls."""
+ADAFACTOR = "optim/_adafactor.py"

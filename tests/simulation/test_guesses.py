@@ -79,7 +79,34 @@ def test_guesses_on_a_card(step, target):
 
 def test_files_between_a_read_and_its_answer_are_there():
     """A file that was moved would be taken for the code that reads the number."""
-    assert [file for file in guesses._BETWEEN if not Path(file).exists()] == []
+    assert [file for file in (*guesses._BETWEEN, guesses._SCALING) if not Path(file).exists()] == []
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize("target", ["cpu", "T4"])
+def test_the_larger_of_two_numbers_in_adafactor_does_not_matter(target, foreach):
+    model = nn.Sequential(nn.Linear(30, 200), nn.Tanh(), nn.Linear(200, 3))
+    optimizer = torch.optim.Adafactor(model.parameters(), foreach=foreach)
+    estimate = mk.estimate_memory_usage(
+        model, torch.randn(64, 30), lambda model, x: model(x).square().mean(), optimizer=optimizer, target=target
+    )
+    assert estimate.guesses
+    assert estimate.doubts == ()
+    assert estimate.fits("1TiB")
+
+
+def test_the_larger_of_two_numbers_in_another_optimizer_is_a_branch():
+    class Scaled(torch.optim.SGD):
+        def step(self, closure=None):
+            if max(1.0, self.param_groups[0]["params"][0].grad.norm().item()) > 1:
+                super().step(closure)
+
+    model = nn.Linear(30, 3)
+    optimizer = Scaled(model.parameters(), lr=0.1)
+    (doubt,) = mk.estimate_memory_usage(
+        model, torch.randn(64, 30), lambda model, x: model(x).square().mean(), optimizer=optimizer
+    ).doubts
+    assert "branches on a guessed value" in doubt
 
 
 def draw_until_small(weight):
