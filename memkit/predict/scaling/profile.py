@@ -11,7 +11,7 @@ from memkit.predict.scaling.deterministic import DeterministicLaw
 from memkit.predict.scaling.law import Law, checked_size
 from memkit.predict.scaling.points import ScalingPoint, StepMode
 from memkit.predict.scaling.result import ScalingResult
-from memkit.predict.scaling.structural import structural_law
+from memkit.predict.scaling.structural import StructuralLaw, structural_law
 from memkit.predict.scaling.traces import BuildStep, StepTrace, trace_step
 
 
@@ -43,8 +43,8 @@ def profile_scaling(
 
     Returns:
         A point per size and mode, and ``result.law[mode]`` with `predict`, `max_n`, `peak_where` and `breakpoints`;
-        ``result.guesses`` lists the values answered without data, ``result.doubts`` those that may matter: if there are
-        any, the laws may not hold.
+        ``result.guesses`` lists the values answered without data, at these sizes and at others that the law was traced
+        at, ``result.doubts`` those that may matter: if there are any, the laws may not hold.
 
     Raises:
         ConfigError: No sizes or modes, or unknown modes.
@@ -79,12 +79,13 @@ def profile_scaling(
     guesses: dict[str, None] = {}
     doubts: dict[str, None] = {}
     for mode in dict.fromkeys(modes):
-        trace = cache(partial(trace_step, build_step, mode=mode, selected_fraction=selected_fraction))
+        trace = cache(partial(trace_step, build_step, mode=mode, selected_fraction=selected_fraction, guessed=guesses))
         traces = [trace(size) for size in ascending]
         law = structural_law(trace, ascending)
         laws[mode] = _through(traces, law) if isinstance(law, str) else law
         points += [each.point() for each in traces]
-        guesses |= dict.fromkeys(guess for each in traces for guess in each.guesses)
+        if isinstance(law, StructuralLaw):  # it rests on further sizes
+            traces += [trace(size) for size in (*law.traced, *law.checked)]
         doubts |= dict.fromkeys(doubt for each in traces for doubt in each.doubts)
     if doubts:
         warn_user(

@@ -154,7 +154,8 @@ def structural_law(trace: Callable[[int], StepTrace], sizes: Sequence[int]) -> S
             try:
                 traces[size] = trace(size)
             except Exception as error:  # noqa: BLE001 - user code may raise anything at a size it was not given
-                return f"the step does not run at n={size}: {type(error).__name__}: {error}"
+                notes = "".join(f"; {note}" for note in getattr(error, "__notes__", ()))  # whether a guess decided
+                return f"the step could not be traced at n={size}: {type(error).__name__}: {error}{notes}"
             if traces[size].events != first.events:
                 return _difference(first, traces[size])
         curves = _Curves(traced, [traces[size].live for size in traced])
@@ -175,7 +176,7 @@ def structural_law(trace: Callable[[int], StepTrace], sizes: Sequence[int]) -> S
                 _above(traced, traces, grain),
             )
         size, moment = missed[0]
-        where = f"at n={size}, from {traces[size].where(moment)}"
+        where = f"at n={size}, from {traces[size].where(moment)}{_doubted(traces[size])}"
     return f"bytes do not follow a polynomial of n of degree {_DEGREES[-1]} or less: {where}"
 
 
@@ -233,9 +234,14 @@ def _holds_between(trace: Callable[[int], StepTrace], size: int, first: StepTrac
     return other.events == first.events and curves.first_miss(size, other.live) is None
 
 
+def _doubted(trace: StepTrace) -> str:
+    """Say that a trace may differ from the step with data, if a guess may have decided something."""
+    return f" (traced without data: {'; '.join(trace.doubts)})" if trace.doubts else ""
+
+
 def _difference(first: StepTrace, other: StepTrace) -> str:
     """Describe where two traces diverge."""
-    parts = f"the step runs other operators at n={other.size} than at n={first.size}"
+    parts = f"the step runs other operators at n={other.size} than at n={first.size}{_doubted(other)}"
     for moment, (a, b) in enumerate(zip(first.events, other.events, strict=False), start=1):
         if a != b:
             return f"{parts}: {other.where(moment)}, not {first.where(moment)}"

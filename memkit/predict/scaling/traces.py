@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from memkit._core.errors import InputError, InputTypeError, MemkitError
 from memkit._recorder.recorder import OperatorPlace
 from memkit._recorder.recording import IntArray
+from memkit._simulation.guesses import Guesses
 from memkit._simulation.simulation import Host, Simulation, Watch, simulate
 from memkit._simulation.tensors import CALL
 from memkit.predict.scaling.points import ScalingPoint, StepMode
@@ -72,18 +73,24 @@ class StepTrace:
 
 
 def trace_step(
-    build_step: BuildStep, size: int, mode: StepMode, *, selected_fraction: float | None = None
+    build_step: BuildStep,
+    size: int,
+    mode: StepMode,
+    *,
+    selected_fraction: float | None = None,
+    guessed: dict[str, None] | None = None,
 ) -> StepTrace:
     """Build a step, run it twice on fake tensors, and record the second run.
 
     Tensors left alive by building the step count, whether an operator touches them or not. The arguments are those of
-    `memkit.predict.profile_scaling`.
+    `memkit.predict.profile_scaling`; ``guessed`` collects what was answered without data, also if the step fails.
 
     Raises:
         InputTypeError: ``build_step`` did not return a function.
         InputError: The step needs data that a fake tensor does not have.
     """
     simulation = Simulation(Host(), selected_fraction=selected_fraction)
+    guesses = simulation.tensors.guesses
     call = f"build_step({size}), traced for mode={mode!r}"
     run = partial(_trace, simulation, size, mode, call, takes_mode(build_step))
     try:
@@ -93,7 +100,7 @@ def trace_step(
             raise type(error)(call, got=error.got, expected=error.expected, fix=error.fix) from error
         raise
     except RuntimeError as error:
-        if mode == "train" or takes_mode(build_step):
+        if mode == "train" or takes_mode(build_step) or guesses.doubts:
             raise
         raise InputError(
             call,
@@ -101,6 +108,9 @@ def trace_step(
             expected="a training step that also runs without gradients, where loss.backward() has no effect",
             fix="give build_step a parameter named `mode` and return the step for that mode, or pass modes=('train',).",
         ) from error
+    finally:
+        if guessed is not None:
+            guessed |= dict.fromkeys(guesses)
 
 
 def _trace(
@@ -112,7 +122,7 @@ def _trace(
     build: BuildStep,
     _: object,
 ) -> StepTrace:
-    with _without_collector(), simulation.watch() as watch:
+    with _noting_doubts(call, simulation.tensors.guesses), _without_collector(), simulation.watch() as watch:
         step = build(size, mode=mode) if tells_mode else build(size)
         if not callable(step):
             raise InputTypeError(
@@ -126,6 +136,20 @@ def _trace(
             start = watch.recorder.num_events()
             step()
         return _since(start, watch, simulation, size, mode)
+
+
+@contextmanager
+def _noting_doubts(call: str, guesses: Guesses) -> Iterator[None]:
+    """Add a note to an error of a step in which a guessed number may have decided something."""
+    try:
+        yield
+    except Exception as error:
+        if guesses.doubts:
+            error.add_note(
+                f"memkit: {call}, ran without data, and may run with data: {'; '.join(guesses.doubts)}. Way out: "
+                "pass such numbers as Python numbers, or use measure_scaling, which runs on real values."
+            )
+        raise
 
 
 def takes_mode(build_step: BuildStep) -> bool:

@@ -193,6 +193,54 @@ def test_reports_values_answered_without_data(result):
         profile_scaling(stops, sizes=[100], selected_fraction=50)
 
 
+def readout_of_graphs(n, num_graphs=10):
+    weight = torch.randn(8, 32, requires_grad=True)
+    x, batch, y = torch.randn(n, 8), torch.arange(n) * num_graphs // n, torch.randn(num_graphs, 32)
+
+    def step():
+        means = torch.zeros(int(batch.max()) + 1, 32).index_add_(0, batch, x @ weight)
+        (means - y).square().mean().backward()
+
+    return step
+
+
+def loop_over_graphs(n):
+    batch, weight = torch.arange(n) // 1000, torch.randn(8, 32, requires_grad=True)
+    return lambda: sum((torch.ones(n, 8) @ weight).sum() for _ in range(int(batch.max()) + 1)).backward()
+
+
+def test_a_size_at_which_a_guess_decides_is_not_said_to_fail():
+    readout_of_graphs(12_900)()  # it does run
+    result = profile_scaling(readout_of_graphs, sizes=[100, 200, 300], modes=["train"])
+    reason = result.law["train"].reason
+    assert reason.startswith("the step could not be traced at n=12900: RuntimeError: ")
+    assert "in step uses a guessed value" in reason
+    (guess,) = result.guesses
+    assert "_local_scalar_dense" in guess
+    assert "test_law_profile.py" in guess
+    assert result.doubts == ()  # at these sizes the number is known
+    assert "answered without data" in result.explain()
+    inference = profile_scaling(readout_of_graphs, sizes=[100, 200, 300], modes=["inference"]).law["inference"]
+    assert "uses a guessed value" in inference.reason
+    assert "without gradients" not in inference.reason
+
+
+def test_other_operators_because_of_a_guess_are_said_to_be():
+    result = profile_scaling(loop_over_graphs, sizes=[100], modes=["train"])
+    assert len(result.guesses) == 1
+    assert "than at n=100 (traced without data: " in result.law["train"].reason
+    assert "uses a guessed value" in result.law["train"].reason
+
+
+def test_an_error_at_a_given_size_names_the_guess_before_it():
+    with pytest.raises(RuntimeError) as caught:
+        profile_scaling(readout_of_graphs, sizes=[12_900], modes=["train"])
+    (note,) = caught.value.__notes__
+    assert "build_step(12900), traced for mode='train', ran without data" in note
+    assert "uses a guessed value" in note
+    assert "measure_scaling" in note
+
+
 def test_rejects_build_step_returning_no_step():
     with pytest.raises(mk.errors.InputTypeError, match=r"build_step\(100\).*got a FakeTensor; expected a function"):
         profile_scaling(lambda n: torch.zeros(n), sizes=[100])
