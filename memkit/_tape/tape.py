@@ -111,6 +111,14 @@ def operator_name(func: Any) -> str:
     return str(aten.ctc_loss.default if func is aten.ctc_loss.Tensor else func)
 
 
+def without_unfilled(counts: Mapping[str, int]) -> dict[str, int]:
+    """Leave out of counts by name the operators whose results have no content yet.
+
+    C++ makes a tensor from a list by one, such as CTC's from lengths; Python's own, as in a simulation, goes without.
+    """
+    return {name: count for name, count in counts.items() if _UNFILLED.isdisjoint(name.split("."))}
+
+
 def may_be_random(func: Any) -> bool:
     """Return whether an operator can draw random numbers."""
     return torch.Tag.nondeterministic_seeded in func.tags

@@ -47,6 +47,7 @@ from memkit._tape.tape import (
     shape_only_argument,
     tensors_in,
     without_statistics,
+    without_unfilled,
     written_arguments,
 )
 from memkit._torch.compiler import uncompiled
@@ -212,17 +213,21 @@ class treat_saved_tensors(AbstractContextManager["treat_saved_tensors"]):  # noq
         if fake_mode() is not None or self.plan is None:
             return
         counts, planned = forward.counts(), self.plan.counts(is_whole=forward.is_whole)
-        if not self._is_told and counts != planned and frozenset(counts.items()) not in self.plan.rehearsed:
-            self._is_told = True
-            by_name = {name: counts.get(name, 0) - planned.get(name, 0) for name in {*counts, *planned}}
-            fewer = {name: -number for name, number in by_name.items() if number < 0}
-            more = {name: number for name, number in by_name.items() if number > 0}
-            told = [_listed(forward.noun, each, how) for each, how in ((fewer, "fewer"), (more, "more")) if each]
-            warn_user(
-                f"{_CALL}: this forward is not the planned one: {' and '.join(told)}. Gradients are the "
-                "same, but it may take more memory than planned. Way out: plan with a batch and modes as they are in "
-                "training, or with a loader of all kinds of batch."
-            )
+        if self._is_told or counts == planned or frozenset(counts.items()) in self.plan.rehearsed:
+            return
+        counts, planned = without_unfilled(counts), without_unfilled(planned)
+        if counts in (planned, *(without_unfilled(dict(each)) for each in self.plan.rehearsed)):
+            return
+        self._is_told = True
+        by_name = {name: counts.get(name, 0) - planned.get(name, 0) for name in {*counts, *planned}}
+        fewer = {name: -number for name, number in by_name.items() if number < 0}
+        more = {name: number for name, number in by_name.items() if number > 0}
+        told = [_listed(forward.noun, each, how) for each, how in ((fewer, "fewer"), (more, "more")) if each]
+        warn_user(
+            f"{_CALL}: this forward is not the planned one: {' and '.join(told)}. Gradients are the "
+            "same, but it may take more memory than planned. Way out: plan with a batch and modes as they are in "
+            "training, or with a loader of all kinds of batch."
+        )
 
 
 def _refuse_written(reads: DataReads) -> None:

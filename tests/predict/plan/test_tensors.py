@@ -371,16 +371,19 @@ def test_what_a_graph_saved_that_died_in_the_forward_does_not_wait():
     del loss
 
 
-@pytest.mark.parametrize(("may_offload", "zero_infinity"), [(True, False), (False, False), (False, True)])
+@pytest.mark.parametrize(
+    ("may_offload", "zero_infinity", "has_lists"),
+    [(True, False, False), (False, False, False), (False, True, False), (False, True, True)],
+)
 @pytest.mark.usefixtures("offloading_is_the_fastest")
-def test_a_loss_that_saves_other_tensors_when_it_is_followed(may_offload, zero_infinity):
+def test_a_loss_that_saves_other_tensors_when_it_is_followed(may_offload, zero_infinity, has_lists):
     """CTC under a dispatch mode, as in the simulation, saves lengths; else floats made from them."""
     model, x = nn.Sequential(chain(), nn.LogSoftmax(-1)), torch.randn(8, 40, 64)
     batch = x, torch.randint(1, 64, (8, 6)), torch.full((8,), 40), torch.full((8,), 6)
 
     def ctc(model, batch):
         x, targets, lengths, target_lengths = batch
-        log_probs, lengths = model(x).transpose(0, 1), (lengths, target_lengths)
+        log_probs, lengths = model(x).transpose(0, 1), ([40] * 8, [6] * 8) if has_lists else (lengths, target_lengths)
         return nn.functional.ctc_loss(log_probs, targets, *lengths, zero_infinity=zero_infinity)
 
     whole = mk.plan_training(model, batch, ctc, "sgd", budget="1GiB", micro_batch_size=8).required_bytes
