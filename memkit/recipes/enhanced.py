@@ -19,7 +19,7 @@ from memkit._machine import random_state
 from memkit._recovery.sizes import SizeMemory
 from memkit.memory.manager import MemoryManager
 from memkit.recipes.foreign import Counters, diffusion_losses, images_and_condition, stateful_parts
-from memkit.recipes.loop import EndedBy, LoopResult, MemoryEfficientTrainLoop, StateStore, check_object_names
+from memkit.recipes.loop import EndedBy, LoopResult, MemoryEfficientTrainLoop, StateStore, read_objects
 from memkit.recipes.loss_state import Validations
 from memkit.recipes.order import repeat_epoch
 from memkit.recipes.reducers import Reducer
@@ -229,7 +229,8 @@ def create_enhanced_train_loop(
         A loop with ``run_loop()``.
 
     Raises:
-        InputTypeError: The object has no ``run_step``, or its ``run_step`` cannot be replaced.
+        InputTypeError: The object has no ``run_step``, its ``run_step`` cannot be replaced, or one of the ``objects``
+            has no state.
         ConfigError: An argument is missing, or two settings conflict.
 
     Memory cost: none beyond the loop's; a validation that runs out of memory is split, as in
@@ -298,8 +299,10 @@ def create_enhanced_train_loop(
             "a monitor without validation", "val_dataloader=... and enable_validation=True", "pass val_dataloader=..."
         )
     parts = base.objects() if is_own else stateful_parts(base) | {"model": model}
-    objects = dict(objects or {})
-    _check_saving(monitor, state, parts, objects)
+    objects = read_objects(_CALL, objects, parts, _OWN_NAMES)
+    use_mode = getattr(state, "use_mode", None)
+    if monitor is not None and use_mode is not None:
+        use_mode(monitor.mode)
     return EnhancedTrainLoop(
         base,
         run,
@@ -326,15 +329,6 @@ def _runner(base: Any, num_epochs: int) -> Callable[[], Any]:
         _refuse_base(base, "an object whose attribute run_step can be replaced")
     run: Callable[[], Any] = base.run_loop
     return run
-
-
-def _check_saving(
-    monitor: ValidationMonitor | None, state: StateStore | None, parts: Mapping[str, Any], objects: Mapping[str, Any]
-) -> None:
-    check_object_names(_CALL, objects, parts, _OWN_NAMES)
-    use_mode = getattr(state, "use_mode", None)
-    if monitor is not None and use_mode is not None:
-        use_mode(monitor.mode)
 
 
 def _check_batches(loader: Iterable[Any], num_batches: int | None) -> None:

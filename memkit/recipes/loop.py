@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from memkit._core.errors import ConfigError, FileFormatError, InputError, InputTypeError, warn_user
-from memkit._core.printable import counted
+from memkit._core.printable import counted, described
 from memkit._core.protocols import Stateful
 from memkit._core.settings import Checker, as_whole
 from memkit._core.words import guided
@@ -144,8 +144,8 @@ class MemoryEfficientTrainLoop:
 
     Raises:
         ConfigError: A setting is invalid, or two settings conflict.
-        InputTypeError: ``trainer`` is not a wrapper, ``train_loader`` cannot be iterated, or ``loss_fn`` is not a
-            function.
+        InputTypeError: ``trainer`` is not a wrapper, ``train_loader`` cannot be iterated, ``loss_fn`` is not a
+            function, ``plateau`` does not step with a figure, or one of the ``objects`` has no state.
 
     Example:
         >>> import torch, memkit as mk
@@ -208,8 +208,7 @@ class MemoryEfficientTrainLoop:
         self.num_steps = 0
         self._device = device_of(trainer.model)
         self._parts = trainer.parts() | ({} if plateau is None else {"plateau": plateau})
-        self._objects = dict(objects or {})
-        check_object_names(f"{_CALL}(...)", self._objects, self._parts, ("loop", "monitor", "metric"))
+        self._objects = read_objects(f"{_CALL}(...)", objects, self._parts, ("loop", "monitor", "metric"))
         self._loss_fn, self._val_fn = loss_fn, val_fn or RowsOfLoss(loss_fn)
         self._validates_by_loss = val_fn is None
         self._val_loader, self._reducers, self._validate_every = val_loader, reducers, validate_every
@@ -561,13 +560,30 @@ def _check_plateau(plateau: object, monitor: ValidationMonitor | None) -> None:
         )
 
 
-def check_object_names(call: str, objects: Mapping[str, Any], parts: Mapping[str, Any], others: Sequence[str]) -> None:
-    """Refuse names of objects to save under which a loop saves something else.
+def read_objects(
+    call: str, objects: Mapping[str, Any] | None, parts: Mapping[str, Any], others: Sequence[str]
+) -> dict[str, Any]:
+    """Return the user's objects to save, by name.
+
+    Args:
+        call: The user's call, for messages.
+        objects: What the user has passed.
+        parts: The loop's own parts, by name.
+        others: More names that the loop uses.
 
     Raises:
-        ConfigError: The loop uses the name itself.
+        InputTypeError: They have no names, or one has no state.
+        ConfigError: The loop uses a name itself.
     """
-    for name, each in objects.items():
+    if objects is not None and not isinstance(objects, Mapping):
+        raise InputTypeError(
+            call,
+            got=f"objects, a {type(objects).__name__}",
+            expected="objects to save, by name",
+            fix="write objects={'criterion': criterion}.",
+        )
+    given = dict(objects or {})
+    for name, each in given.items():
         if name in others or parts.get(name, each) is not each:
             raise ConfigError(
                 call,
@@ -575,6 +591,14 @@ def check_object_names(call: str, objects: Mapping[str, Any], parts: Mapping[str
                 expected="names that the loop itself does not use",
                 fix=f"write objects={{'my_{name}': ...}}.",
             )
+        if not isinstance(each, Stateful) or isinstance(each, type):
+            raise InputTypeError(
+                call,
+                got=f"objects={{{name!r}: {described(each)}}}",
+                expected="objects with state_dict() and load_state_dict(state)",
+                fix=f"write a class for {name} with these two methods, and objects={{{name!r}: {name}}}.",
+            )
+    return given
 
 
 def _figure_to_follow(figures: Mapping[str, Any], name: str) -> float:

@@ -529,6 +529,9 @@ def test_objects_of_the_user_are_saved(tmp_path):
         assert average.weight.item() == 1.0
     with pytest.raises(mk.errors.ConfigError, match=r"got objects=\{'monitor': \.\.\.\}"):
         make(objects={"monitor": average})
+    refused = mk.errors.InputTypeError, r"objects={'clip': a function}; .* a class for clip .*objects={'clip': clip}"
+    assert_refused(lambda: make(objects={"clip": classify}), *refused)
+    assert_refused(lambda: make(objects=[average]), mk.errors.InputTypeError, "got objects, a list; .*{'criterion'")
 
 
 class DrawingByEpoch:

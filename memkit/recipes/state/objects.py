@@ -129,7 +129,8 @@ def tell_of_unsaved(call: str, targets: Mapping[str, Stateful], states: Mapping[
             warn_user(
                 f"{call}: {name} trains parameters that no saved object has, of the shapes "
                 f"{list_some(unsaved, 3)}: a resumed run begins with them anew. Way out: save and restore the module "
-                "that has them too, state.save(step, model=model, criterion=criterion, optimizer=optimizer)."
+                "that has them too, MemoryEfficientTrainLoop(..., objects={'criterion': criterion}), or in a loop of "
+                "your own state.save(step, model=model, criterion=criterion, optimizer=optimizer)."
             )
             return True
     return False
