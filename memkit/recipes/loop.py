@@ -431,7 +431,8 @@ class MemoryEfficientTrainLoop:
         if figures is None:
             return
         self._figures, self._validated_at = figures, self.num_steps
-        if self._saved_at == self.num_steps:  # saved without these figures: save again when due
+        # Saved without this metric: save again when due. A state from before a validation makes up for it anyway.
+        if self._monitor and self._saved_at == self.num_steps:
             self._saved_at = None
         _LOGGER.info("step %d, validation: %s", self.num_steps, _format_figures(figures))
         self._write("validation", figures)
