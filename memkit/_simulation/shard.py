@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
 import torch
@@ -13,6 +14,7 @@ from memkit._core.words import guided
 
 ShardKind = Literal["ddp", "fsdp2", "zero1", "zero2", "zero3"]
 REPLICATED = ("ddp", "zero1")
+_OF_SHARDED = {"units", "param_dtype", "reduce_dtype"}  # options of the other kinds
 
 
 def _corrected(args: tuple[Any, ...]) -> str | None:
@@ -76,8 +78,7 @@ class Shard:
         Checker(f"Shard({self.kind!r}, ...)").whole("ranks", self.ranks, 2)
         self._check("units", type(self.units) is tuple, 'a tuple of names, such as ("layers.*",)')
         every = self.reshard_after_forward
-        is_number = isinstance(every, int) and 1 < every < self.ranks and self.ranks % every == 0
-        is_valid = every is None or isinstance(every, bool) or is_number
+        is_valid = _may_reshard(every, self.ranks)
         self._check("reshard_after_forward", is_valid, "None, True, False, or a divisor of ranks between 1 and ranks")
         if self.kind in REPLICATED:
             for name in ("units", "param_dtype", "reduce_dtype"):
@@ -88,12 +89,18 @@ class Shard:
             self._check("reshard_after_forward", every is None, "unset: it belongs to fsdp2")
 
     def _meant(self, name: str) -> str:
-        """Return the nearest valid call."""
-        kind = self.kind if self.kind in get_args(ShardKind) else nearest_word(str(self.kind), get_args(ShardKind))
+        """Return the nearest valid call, with the given options that its kind takes."""
+        kinds = get_args(ShardKind)
+        kind = self.kind if self.kind in kinds else nearest_word(str(self.kind), kinds) or "fsdp2"
+        if name == "reshard_after_forward" or (name in _OF_SHARDED and kind in REPLICATED):
+            kind = "fsdp2"  # which takes it
         ranks = self.ranks if as_whole(self.ranks) is not None and self.ranks > 1 else 2
-        if name in ("units", "param_dtype", "reduce_dtype") and self.kind in REPLICATED:
-            kind = "fsdp2"
-        return f"Shard({kind or 'fsdp2'!r}, ranks={ranks})"
+        taken = {"gradient_as_bucket_view"} if kind in REPLICATED else _OF_SHARDED
+        if kind == "fsdp2" and _may_reshard(self.reshard_after_forward, ranks):
+            taken = taken | {"reshard_after_forward"}
+        values = {each.name: getattr(self, each.name) for each in fields(self)} | {"units": _as_names(self.units)}
+        given = [each.name for each in fields(self) if each.name in taken and values[each.name] != each.default]
+        return f"Shard({', '.join([repr(kind), f'ranks={ranks}', *(f'{name}={values[name]!r}' for name in given)])})"
 
     def _check(self, name: str, is_valid: bool, expected: str) -> None:  # noqa: FBT001
         if not is_valid:
@@ -104,3 +111,16 @@ class Shard:
                 expected=expected,
                 fix=f"write {self._meant(name)}.",
             )
+
+
+def _may_reshard(every: object, ranks: int) -> bool:
+    """Whether `fully_shard` takes this as ``reshard_after_forward`` on so many ranks."""
+    is_divisor = isinstance(every, int) and 1 < every < ranks and ranks % every == 0
+    return every is None or isinstance(every, bool) or is_divisor
+
+
+def _as_names(units: object) -> tuple[object, ...]:
+    """Return a name or an iterable of names as a tuple; anything else as no names."""
+    if isinstance(units, str):
+        return (units,)
+    return tuple(units) if isinstance(units, Iterable) else ()

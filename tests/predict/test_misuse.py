@@ -178,7 +178,11 @@ TABLE = [
     (lambda: estimate(MODEL, BATCH, loss_fn=loss_fn)["peak_bytes"], "InputTypeError", "write estimate.as_dict()"),
     (lambda: float(estimate(MODEL, BATCH, loss_fn=loss_fn)), "InputTypeError", "estimate.peak_bytes / 2**30 in GiB"),
     (lambda: mk.predict.Shard("fsdp", ranks=4), "ConfigError", "write Shard('fsdp2', ranks=4)."),
-    (lambda: mk.predict.Shard("ddp", ranks=2, units=["a"]), "ConfigError", "write Shard('fsdp2', ranks=2)."),
+    (
+        lambda: mk.predict.Shard("ddp", ranks=2, units=["a"]),
+        "ConfigError",
+        "write Shard('fsdp2', ranks=2, units=('a',)).",
+    ),
     (lambda: mk.print_config_summary(), "InputTypeError", "write print_config_summary(get_preset_config('medium'))"),
     (
         lambda: mk.predict.profile_scaling(lambda n: None, sizes=5),

@@ -256,6 +256,37 @@ def test_rejects_options_of_other_kinds(arguments, message):
     assert_refused(lambda: Shard(*arguments), ConfigError, message)
 
 
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ({"units": "*"}, "Shard('fsdp2', ranks=8, units=('*',))"),
+        ({"units": ["a.*", "b"]}, "Shard('fsdp2', ranks=8, units=('a.*', 'b'))"),
+        ({"units": None}, "Shard('fsdp2', ranks=8)"),
+        ({"units": 3, "reshard_after_forward": False}, "Shard('fsdp2', ranks=8, reshard_after_forward=False)"),
+        ({"kind": "fsdp", "units": ("*",)}, "Shard('fsdp2', ranks=8, units=('*',))"),
+        ({"kind": "DDP", "gradient_as_bucket_view": True}, "Shard('ddp', ranks=8, gradient_as_bucket_view=True)"),
+        (
+            {"units": ("*",), "reshard_after_forward": 3, "param_dtype": torch.bfloat16},
+            "Shard('fsdp2', ranks=8, units=('*',), param_dtype=torch.bfloat16)",
+        ),
+        (
+            {"kind": "zero3", "units": ("*",), "reshard_after_forward": 4},
+            "Shard('fsdp2', ranks=8, units=('*',), reshard_after_forward=4)",
+        ),
+        (
+            {"kind": "ddp", "units": ("*",), "gradient_as_bucket_view": True},
+            "Shard('fsdp2', ranks=8, units=('*',))",
+        ),
+        ({"units": ("*",), "gradient_as_bucket_view": True}, "Shard('fsdp2', ranks=8, units=('*',))"),
+    ],
+)
+def test_the_corrected_shard_keeps_what_else_was_given(given, meant):
+    with pytest.raises(ConfigError) as caught:
+        Shard(**{"kind": "fsdp2", "ranks": 8} | given)
+    assert caught.value.fix == f"write {meant}."
+    assert repr(eval(meant, {"Shard": Shard, "torch": torch}))  # it is accepted
+
+
 @pytest.mark.parametrize("target", ["cpu", "H100"])
 def test_refuses_text_and_names_of_no_units(target):
     def refused(shard, words):
