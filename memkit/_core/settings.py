@@ -57,11 +57,12 @@ class Checker:
         except OverflowError:
             found = math.nan
         if not (math.isfinite(found) and low <= found <= high and above < found < below):
-            ends = (("from", low), ("above", above), ("to", high), ("below", below))
+            most = "to" if math.isfinite(low) else "and at most" if math.isfinite(above) else "of at most"
+            ends = (("from", low), ("above", above), (most, high), ("below", below))
             rule = " ".join(f"{word} {end:g}" for word, end in ends if math.isfinite(end))
             meant = _number_in(value) if isinstance(value, str) else found
             nearest = meant if low <= meant <= high and above < meant < below else high if meant > high else low
-            if (low, high) == (0, 1) and 5 <= found <= 100:
+            if (max(low, above), high) == (0, 1) and 5 <= found <= 100:
                 nearest = found / 100  # a percentage
             suggested = (
                 f"pass {name}={nearest if math.isfinite(nearest) else _example(max(low, above), min(high, below)):g}."

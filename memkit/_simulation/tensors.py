@@ -109,6 +109,16 @@ _READ_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 Kernels: TypeAlias = Mapping[Any, Callable[..., Any]]
 
 
+def check_selected_fraction(call: str, fraction: float | None) -> None:
+    """Refuse a fraction that masks cannot select.
+
+    Raises:
+        ConfigError: It is not in (0, 1].
+    """
+    if fraction is not None:
+        Checker(call).number("selected_fraction", fraction, high=1, above=0)
+
+
 class Tensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's own class hook
     """A fake tensor mode for whole training steps that answers where a step needs data, and counts the answers.
 
@@ -123,9 +133,6 @@ class Tensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's own c
         instead: By operator, a function of the arguments, for kernels that accept arguments which the shape function
             rejects.
 
-    Raises:
-        ConfigError: ``selected_fraction`` is not in (0, 1].
-
     Attributes:
         guesses: How often each ``"operator at line"`` was answered without data.
         is_padding: Whether packed rows are being padded: C++ writes their lengths into a new tensor, which has data.
@@ -137,11 +144,6 @@ class Tensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's own c
     def __init__(
         self, selected_fraction: float | None = None, *, results: Kernels | None = None, instead: Kernels | None = None
     ) -> None:
-        if selected_fraction is not None:
-            check = Checker(CALL)
-            if check.number("selected_fraction", selected_fraction, 0, 1) == 0:
-                fix = "pass selected_fraction=0.5 if masks select half of the elements."
-                raise check.refusal("selected_fraction", selected_fraction, "None, or a fraction in (0, 1]", fix=fix)
         super().__init__(allow_non_fake_inputs=True)
         self.cache_enabled = False  # torch's own cache
         self.is_open, self.is_padding = True, False

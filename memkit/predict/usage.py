@@ -141,6 +141,7 @@ def estimate_memory_usage(
     if sample_batch is None and loss_fn is None:
         return estimate_by_formula(model)  # type: ignore[arg-type]  # raises the error that states the expected type
     from memkit._simulation.simulation import Gpu, Host, TrainingStep, in_one_process
+    from memkit._simulation.tensors import check_selected_fraction
 
     if loss_fn is None:
         raise InputTypeError(
@@ -159,6 +160,7 @@ def estimate_memory_usage(
         raise _refuse_precision(precision, precisions, gpu.name if gpu else target)
     if accumulation_steps != 1:
         accumulation_steps = Checker(_CALL).whole("accumulation_steps", accumulation_steps, 1)
+    check_selected_fraction(_CALL, selected_fraction)
     spread = in_one_process
     if shard is not None:
         from memkit._simulation.ranks import as_first_rank

@@ -32,6 +32,7 @@ from memkit._simulation.cuda.allocator import AllocatorSettings
 from memkit._simulation.cuda.tensors import CARD
 from memkit._simulation.leftovers import empty_caches, patched
 from memkit._simulation.simulation import Gpu, Record, Simulation
+from memkit._simulation.tensors import check_selected_fraction
 from memkit._torch.cuda import rules_of
 from memkit._torch.modules import APPLY, buffers_of, parameters_of
 from memkit.predict.estimate import MemoryEstimate
@@ -131,6 +132,7 @@ class VirtualGPU(Uncopied, Overviewed):
             has_history=True,
         )
         self.memory = place.memory
+        check_selected_fraction("VirtualGPU(...)", selected_fraction)
         self._simulation = Simulation(place, selected_fraction=selected_fraction)
         self.guesses = self._simulation.tensors.guesses
         self._watch = self._simulation.watch()

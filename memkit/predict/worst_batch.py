@@ -22,6 +22,7 @@ from memkit._core.units import format_bytes
 from memkit._core.words import guided
 from memkit._machine import random_state
 from memkit._simulation.simulation import check_model
+from memkit._simulation.tensors import check_selected_fraction
 from memkit.predict.batch_kinds import batch_kind, values_of, without_data
 from memkit.predict.estimate import MemoryEstimate
 from memkit.predict.gpus import GPU, CapacityLike
@@ -195,6 +196,7 @@ def find_worst_batch(
     for name, limit in (("num_batches", num_batches), ("num_estimates", num_estimates)):
         if limit is not None:
             check.whole(name, limit, 1)
+    check_selected_fraction(_CALL, selected_fraction)
     estimate = partial(
         estimate_memory_usage,
         model,

@@ -43,6 +43,7 @@ from memkit._recovery.batch import Attempt
 from memkit._recovery.errors import describe_error
 from memkit._recovery.snapshot import Rollback, StateWatch
 from memkit._simulation.simulation import Gpu, Host, MakeOptimizer, check_model, is_own, optimizer_maker
+from memkit._simulation.tensors import check_selected_fraction
 from memkit._tape.kept import KEPT_OPERATORS
 from memkit._torch.pytree import children_of, tree_leaves
 from memkit.predict.batch_kinds import with_data
@@ -215,6 +216,7 @@ def _plan(
     is_loader = _is_loader(sample_batch)
     check_model(call, model, None if is_loader else sample_batch, optimizer)
     precisions = _check_precisions(call, precisions)
+    check_selected_fraction(f"{call}(...)", selected_fraction)
     if activation_budget is not None:
         is_for_one = not is_loader and not isinstance(sample_batch, WorstBatch)
         _check_tensors_alone(call, treat=treat, curve=curve, is_for_one=is_for_one)

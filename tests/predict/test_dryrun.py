@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import memkit as mk
 from memkit._core.errors import ConfigError, InputError, InputTypeError, NotSimulatedError
 from memkit.predict.estimate import MemoryEstimate
 from memkit.predict.gpus import find_gpu
@@ -327,6 +328,31 @@ def test_data_dependent_sizes_need_a_bound():
             loss_fn=lambda m, x: m(x).repeat_interleave((x[:, 0] > 0).long(), dim=0).sum(),
             selected_fraction=1,
         )
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("estimate_memory_usage", lambda *step, **f: estimate_memory_usage(*step[:2], loss_fn=step[2], **f)),
+        ("find_worst_batch", lambda model, x, loss_fn, **f: mk.predict.find_worst_batch([x], model, loss_fn, **f)),
+        ("plan_training", lambda *step, **f: mk.plan_training(*step, budget="1GiB", **f)),
+        (
+            "prepare",
+            lambda model, *step, **f: mk.prepare(model, torch.optim.SGD(model.parameters()), *step, budget="1GiB", **f),
+        ),
+        ("advise", lambda *step, **f: mk.advise(*step, **f)),
+        ("VirtualGPU", lambda *_, **f: mk.VirtualGPU("T4", **f)),
+        ("profile_scaling", lambda *_, **f: mk.predict.profile_scaling(lambda n: lambda: None, [100], **f)),
+    ],
+)
+@pytest.mark.parametrize(("fraction", "meant"), [(0, 0.5), (-0.5, 0.5), (2, 0.02), (1.5, 1), (float("nan"), 0.5)])
+def test_a_fraction_that_masks_cannot_select_is_refused_by_every_call_alike(name, call, fraction, meant):
+    with pytest.raises(ConfigError) as caught:
+        call(nn.Linear(8, 50), torch.randn(100, 8), positive_squares, selected_fraction=fraction)
+    rule = "expected a finite number above 0 and at most 1"
+    assert str(caught.value) == (
+        f"{name}(...): got selected_fraction={fraction!r}; {rule}. Way out: pass selected_fraction={meant:g}."
+    )
 
 
 def positive_squares(model, x):

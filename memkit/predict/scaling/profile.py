@@ -7,6 +7,7 @@ from functools import cache, partial
 from typing import Any
 
 from memkit._core.errors import ConfigError, warn_user
+from memkit._simulation.tensors import check_selected_fraction
 from memkit.predict.scaling.deterministic import DeterministicLaw
 from memkit.predict.scaling.law import Law, checked_size
 from memkit.predict.scaling.points import ScalingPoint, StepMode
@@ -74,6 +75,7 @@ def profile_scaling(
         ('structural', 1, 83200014120, 30973304)
     """
     ascending = checked_sizes(f"profile_scaling(build_step, sizes={sizes!r}, modes={modes!r})", sizes, modes)
+    check_selected_fraction("profile_scaling(...)", selected_fraction)
     points: list[ScalingPoint] = []
     laws: dict[StepMode, Law] = {}
     guesses: dict[str, None] = {}

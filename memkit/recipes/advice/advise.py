@@ -22,6 +22,7 @@ from memkit._gradients.loss import LossFn
 from memkit._machine.devices import host_memory
 from memkit._recovery.attempt import Done, OutOfMemory, attempt
 from memkit._simulation.simulation import Gpu, Host, MakeOptimizer, Place, check_model
+from memkit._simulation.tensors import check_selected_fraction
 from memkit.predict.estimate import warn_of_doubts
 from memkit.predict.gpus import GPU, CapacityLike, capacity_bytes, look_up
 from memkit.predict.words import ADVICE_WORDS
@@ -115,6 +116,7 @@ def advise(
             expected="None or 'bf16-mixed'",
             fix="write precision='bf16-mixed'." if is_mixed else "write precision=None: the step uses no autocast.",
         )
+    check_selected_fraction("advise(...)", selected_fraction)
     training = Training(model, sample_batch, loss_fn, optimizer, precision, selected_fraction, split_fn)
     trial = _Trial(training, target, budget)
     if trial.plain.estimate is not None:
