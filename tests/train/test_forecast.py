@@ -249,6 +249,31 @@ def test_a_look_at_the_split_stays_within_the_budget():
     assert max(sizes.take()) == max(results[0].sizes)
 
 
+@pytest.mark.parametrize(("budget", "size"), [(3_000_000, 1), (4_000_000, 2)])
+def test_only_the_check_of_parts_of_few_rows_exceeds_the_budget(budget, size):
+    """As `docs/wrapper.md` says: fewer rows would not show whether the loss compares rows."""
+    x = torch.randn(8, 512, 64)
+
+    def reconstruction(model, x):
+        return (model(x) - x).square().mean()
+
+    def peaks(*, probe):
+        model = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 64))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with mk.MemoryEfficientTrainingWrapper(model, optimizer, memory=budget, probe=probe) as trainer:
+            for _ in range(4):
+                with mk.Tracker(device="cpu") as tracker:
+                    assert set(trainer.train_step(x, reconstruction).sizes) == {size}
+                yield (tracker.peak_bytes - x.nbytes) / budget
+
+    checked, unchecked = list(peaks(probe=True)), list(peaks(probe=False))
+    assert budget < checked[1] * budget <= 5_120_000  # less if the rows that it chooses lie together in the batch
+    assert checked[3] == checked[1]
+    assert checked[2] == unchecked[2]
+    assert max(unchecked[1:]) < 1
+    assert unchecked[0] == pytest.approx(3_606_024 / budget, abs=0.02)  # of two rows, from which the others follow
+
+
 class Centered:
     """A loss with a state of its own, as DINO's, and one that counts its calls, as a warm-up does."""
 
