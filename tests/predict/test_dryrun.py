@@ -345,7 +345,9 @@ def test_data_dependent_sizes_need_a_bound():
         ("profile_scaling", lambda *_, **f: mk.predict.profile_scaling(lambda n: lambda: None, [100], **f)),
     ],
 )
-@pytest.mark.parametrize(("fraction", "meant"), [(0, 0.5), (-0.5, 0.5), (2, 1), (50, 0.5), (1.5, 1), (float("nan"), 0.5)])
+@pytest.mark.parametrize(
+    ("fraction", "meant"), [(0, 0.5), (-0.5, 0.5), (2, 1), (50, 0.5), (1.5, 1), (float("nan"), 0.5)]
+)
 def test_a_fraction_that_masks_cannot_select_is_refused_by_every_call_alike(name, call, fraction, meant):
     with pytest.raises(ConfigError) as caught:
         call(nn.Linear(8, 50), torch.randn(100, 8), positive_squares, selected_fraction=fraction)
