@@ -353,9 +353,10 @@ def test_steps_are_whole_numbers(manager, step, error, words):
 
 
 def test_a_file_in_the_folders_place(tmp_path):
+    manager = TrainingStateManager(tmp_path / "file")
     (tmp_path / "file").write_text("x")
     with pytest.raises((FileFormatError, NotADirectoryError)):
-        TrainingStateManager(tmp_path / "file").restore(model=model_of(0.0))
+        manager.restore(model=model_of(0.0))
 
 
 def test_warns_of_conflicting_best(tmp_path):
