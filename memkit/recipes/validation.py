@@ -358,6 +358,7 @@ class RowsOfLoss:
 
     @staticmethod
     def mean(figures: dict[str, Any]) -> Tensor:
-        """Return the mean over the rows of a result."""
+        """Return the mean over what the rows of a result count; their total if they count nothing."""
         pair: tuple[Tensor, Tensor] = figures["loss"]
-        return pair[0].sum() / pair[1].sum()
+        count = pair[1].sum()
+        return pair[0].sum() / torch.where(count == 0, 1.0, count)

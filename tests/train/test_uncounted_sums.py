@@ -102,6 +102,26 @@ def test_validation_adds_uncounted_sums(problem, kind):
     assert of_means["loss"] == pytest.approx(anchor_loss(model, rest).item() / 6, rel=1e-12)
 
 
+def test_validation_checks_a_part_that_counts_nothing(problem):
+    model, (images, anchors, objects) = problem
+    loader = [(images, anchors, objects * 0), (images[:3], anchors[:3], objects[:3])]  # only the first one is cut
+
+    def validated(loss_fn):
+        with trainer_of(model).evaluation() as evaluate, warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*out of memory.*", mk.errors.MemkitWarning)
+            return validate(evaluate, loader, RowsOfLoss(loss_fn), device=torch.device("cpu"))["loss"]
+
+    total = sum(anchor_loss(model, batch).item() for batch in loader)
+    assert validated(counted(int, most_rows=3)) == pytest.approx(total / 2, rel=1e-12)
+
+    def of_pairs(model, batch):
+        loss = counted(int, most_rows=3)(model, batch)
+        return mk.Loss(sum=loss.sum * batch[0].std(), count=loss.count)
+
+    with pytest.raises(mk.errors.InputError, match="not the mean of its halves"):
+        validated(of_pairs)
+
+
 def test_the_check_knows_what_an_uncounted_sum_adds(problem):
     model, batch = problem
     assert check_split(model, batch, counted(int), num_parts=3).exact
