@@ -74,7 +74,7 @@ CASES = {
     "edge_mlp": Case(8, (BYTES,), "8 GB"),
     "first_step": Case(5, ("summary/num_cases", "*/whole_batch_bytes")),
     "flight_cost": Case(1.5, ("counters/*",), environment=STEADY_HEAP),
-    "graph_layers": Case(7, (PEAKS, "*/flops")),
+    "graph_layers": Case(12, (PEAKS, "*/flops")),
     "grid_backends": Case(2, ("identical/*",)),
     "grid_sampler": Case(3, ("*/num_cells", "*/most_points_in_a_cell", "*/extra_bytes")),
     "hygiene": Case(0.3, ("*",)),
