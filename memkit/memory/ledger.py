@@ -8,18 +8,20 @@ they are read; for half a second at most with a log, otherwise for at most a sec
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import math
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from threading import get_ident
 from types import TracebackType
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from memkit._core.errors import StateError
+from memkit._core.errors import InputTypeError, StateError
 from memkit._core.records import DeviceMemory
 from memkit._events.log import Event, with_text_for_nan
 from memkit._events.phase_names import is_evaluation
@@ -39,6 +41,8 @@ _FIRST_SEARCH = _NEXT_SEARCH = 4  # a tracked block is searched for kept tensors
 _FRESH_NS = 50_000
 _STEADY_CALLS, _SHORT_NS = 16, 100_000_000  # a phase of 0.1 s or more is read each time
 _NO_COUNTERS = DeviceMemory()
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 _now = time.monotonic_ns  # looked up once: between two blocks, each lookup is a cache miss
 
 
@@ -177,7 +181,10 @@ class Interval:
 
 
 class Phase(Interval):
-    """A block measured by `MemoryManager.phase`; single use, nested in the innermost open phase of its thread."""
+    """A block measured by `MemoryManager.phase`; single use, nested in the innermost open phase of its thread.
+
+    As a decorator it measures each call of a function.
+    """
 
     __slots__ = ()
 
@@ -220,6 +227,36 @@ class Phase(Interval):
         self.start_ns = start_ns
 
     __exit__ = Interval.end
+
+    def __call__(self, function: Callable[_P, _R]) -> Callable[_P, _R]:
+        """Return the function with each of its calls as a phase: ``@memory.phase("augment")``.
+
+        Raises:
+            InputTypeError: It is no function, or its call returns before its code has run (a generator, a coroutine).
+        """
+        returns_before = (
+            inspect.isgeneratorfunction(function)
+            or inspect.isasyncgenfunction(function)
+            or inspect.iscoroutinefunction(function)
+        )
+        if returns_before or not callable(function):
+            raise InputTypeError(
+                f"phase({self.name!r})(function)",
+                got=f"{getattr(function, '__qualname__', repr(function))}, a generator or coroutine function, whose "
+                "code runs after its call"
+                if returns_before
+                else repr(function),
+                expected="a function whose code has run when its call returns",
+                fix=f"write `with memory.phase({self.name!r}):` around the code.",
+            )
+        ledger, name = self._ledger, self.name
+
+        @functools.wraps(function)
+        def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+            with Phase(ledger, name):
+                return function(*args, **kwargs)
+
+        return call
 
 
 class OpenBlocks:

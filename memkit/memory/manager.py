@@ -287,6 +287,8 @@ class MemoryManager(Uncopied, Closing, Overviewed):
     def phase(self, name: str) -> Phase:
         """Return a context that measures its block (time and peak) and records an event at its end. Phases nest.
 
+        As a decorator, ``@memory.phase("augment")``, it does so for each call of the function.
+
         Args:
             name: Name of the phase, such as ``"forward"``.
 

@@ -207,6 +207,23 @@ def test_a_step_inside_a_phase_belongs_to_it():
     ]
 
 
+def test_a_decorated_function_is_a_phase_in_each_call():
+    memory = mk.MemoryManager("cpu")
+
+    @memory.phase("fold")
+    def fold(n):
+        return n if n < 1 else fold(n - 1) + 1
+
+    with memory.phase("epoch"):
+        assert fold(1) == 1
+    with pytest.raises(TypeError):
+        fold("a")
+    assert fold.__name__ == "fold"
+    assert {path: totals.num_calls for path, totals in memory.phases.items()} == {
+        "epoch": 1, "epoch/fold": 1, "epoch/fold/fold": 1, "fold": 1
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize("line_every", [0, -1])
 def test_a_line_every_no_step(line_every):
     with pytest.raises(

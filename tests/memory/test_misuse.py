@@ -16,6 +16,10 @@ def tracker():
     return watched
 
 
+def rows():
+    yield 1
+
+
 TABLE = [
     (lambda: manager().allocated, "AbsentError", "such as a CPU; print(memory) shows what is known)"),
     (lambda: manager().max_memory_allocated(), "AbsentError", "such as a CPU; print(memory) shows what is known)"),
@@ -25,6 +29,8 @@ TABLE = [
     (lambda: manager().profile(), "AbsentError", "write with memory.track() as tracker: ..."),
     (lambda: manager().start(), "AbsentError", "write with memory.phase('name'): ..."),
     (lambda: manager().phase(), "InputTypeError", "write phase(name)"),
+    (lambda: manager().phase("a")(rows), "InputTypeError", "write `with memory.phase('a'):` around the code."),
+    (lambda: manager().phase("a")(5), "InputTypeError", "write `with memory.phase('a'):` around the code."),
     (lambda: manager(limit="24GiB"), "InputTypeError", "write MemoryManager('cpu', budget='24GiB')"),
     (lambda: manager(memory_fraction=0.9), "InputTypeError", "write MemoryManager('cpu', budget=0.9)"),
     (lambda: manager(log_file="a.jsonl"), "InputTypeError", "write MemoryManager('cpu', log='a.jsonl')"),
