@@ -234,21 +234,7 @@ class Phase(Interval):
         Raises:
             InputTypeError: It is no function, or its call returns before its code has run (a generator, a coroutine).
         """
-        returns_before = (
-            inspect.isgeneratorfunction(function)
-            or inspect.isasyncgenfunction(function)
-            or inspect.iscoroutinefunction(function)
-        )
-        if returns_before or not callable(function):
-            raise InputTypeError(
-                f"phase({self.name!r})(function)",
-                got=f"{getattr(function, '__qualname__', repr(function))}, a generator or coroutine function, whose "
-                "code runs after its call"
-                if returns_before
-                else repr(function),
-                expected="a function whose code has run when its call returns",
-                fix=f"write `with memory.phase({self.name!r}):` around the code.",
-            )
+        _check_function(function, self.name)
         ledger, name = self._ledger, self.name
 
         @functools.wraps(function)
@@ -257,6 +243,24 @@ class Phase(Interval):
                 return function(*args, **kwargs)
 
         return call
+
+
+def _check_function(function: object, phase: str) -> None:
+    returns_before = (
+        inspect.isgeneratorfunction(function)
+        or inspect.isasyncgenfunction(function)
+        or inspect.iscoroutinefunction(function)
+    )
+    if returns_before or not callable(function):
+        name = getattr(function, "__qualname__", repr(function))
+        raise InputTypeError(
+            f"phase({phase!r})(function)",
+            got=f"{name}, a generator or coroutine function, whose code runs after its call"
+            if returns_before
+            else repr(function),
+            expected="a function whose code has run when its call returns",
+            fix=f"write `with memory.phase({phase!r}):` around the code.",
+        )
 
 
 class OpenBlocks:
