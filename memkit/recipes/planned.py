@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 
 from memkit._core.attributes import attributes_of
 from memkit._core.errors import ConfigError, InputError, InputTypeError, warn_user
-from memkit._core.printable import counted, list_some
+from memkit._core.printable import counted, list_some, percent
 from memkit._core.protocols import Scheduler
 from memkit._core.settings import Checker, nearest_word
 from memkit._core.units import format_bytes, parse_budget, parse_bytes
@@ -300,7 +300,7 @@ def _plan(
         notes += [] if gpu or measure else _about_workspace(allowed, budget_bytes)
         notes += _ways_to_less(may_offload=may_offload, is_part=gpu is not None and not fills_card)
         nearest = _nearest(allowed, sample_batch, run_for_real if measure else None)
-        notes += _about_first_step(nearest)
+        notes += [*_about_masks(nearest), *_about_first_step(nearest)]
         notes += _about_the_rest(nearest, gpu, budget_bytes) if gpu and own else []
         _refuse(call, budget, budget_bytes, nearest, notes, is_measured=measure)
     timed = finalists if measure else ()
@@ -630,6 +630,15 @@ def _about_values(trial: Trial, worst: WorstBatch | None) -> list[str]:
     if worst is not None or not trial.estimate.reads_values:
         return []
     return ["The forward reads values of the batch, such as lengths: another batch of equal shapes may take more."]
+
+
+def _about_masks(trial: Trial) -> list[str]:
+    """Say of a step that does not fit which share of elements masks were assumed to select."""
+    share = trial.estimate.selected_fraction
+    if share is None:
+        return []
+    masks = f"masks that select {percent(share)}: if yours never select as much, a smaller selected_fraction="
+    return [f"The bytes are for {masks} may let a plan fit."]
 
 
 def _about_first_step(trial: Trial) -> list[str]:

@@ -487,6 +487,8 @@ def test_reports_values_answered_without_data():
         notes = trainer.plan.notes
     assert any(each.startswith("Answered without data: ") and "test_prepare.py" in each for each in notes)
     assert notes[-1] in trainer.plan.explain()
+    with pytest.raises(ConfigError, match=r"masks that select 90%.*a smaller selected_fraction= may let a plan fit"):
+        plan_training(model, digits(), masked, optimizer, budget="1KiB", selected_fraction=0.9)
 
 
 def test_explains_itself():
