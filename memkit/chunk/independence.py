@@ -201,6 +201,18 @@ class _Check:
             "per row; or compute it outside of the call; or pass check=False if nothing reads it after the call."
         )
 
+    def _warn_of_written(self, names: Sequence[str]) -> None:
+        untold = [each for each in names if each not in self.told]
+        if not untold:
+            return
+        self.told.update(untold)
+        warn_user(
+            f"{self.call}: the function writes into the tensor in its attribute {untold[0]!r} when it is called: once "
+            "for each chunk, and again in the backward, so that an average over calls, say, moves several times a "
+            "step. Way out: return from the function what is to be written, as one value per row, and write it after "
+            "the call; or pass check=False if each row writes its own entries, or nothing reads it."
+        )
+
     def _other_rows_changed(self) -> _Found:
         """Look which rows change with one, in the first way that the function does not refuse.
 
@@ -375,7 +387,7 @@ class _Check:
             return some.requires_grad_(value.requires_grad)
 
         fewer = tuple(pytree.tree_map(part, arguments))
-        earlier = self.probes.kept_values()
+        earlier, written = self.probes.kept_values(), self.probes.written_values()
         apart = self._distance(result, fewer, span, goes_on=True)
         if apart is None:  # it needs a certain number of rows: the chunks have it, or will tell
             return
@@ -385,6 +397,7 @@ class _Check:
         self._warn_of_kept(
             others, "another one for other rows", "not of all rows, and what reads it gets another result"
         )
+        self._warn_of_written(_rewritten(written, self.probes.written_values()))
 
     def _refuse_distance(
         self, apart: float, arguments: tuple[Any, ...], result: Any, fewer: tuple[Any, ...], span: Span
@@ -538,6 +551,17 @@ def _replaced(earlier: Mapping[str, Sequence[Tensor]], now: Mapping[str, Sequenc
         if len(new) != len(last) or not all(map(_are_alike, new, last)):
             found.append(name)
     return found
+
+
+def _rewritten(earlier: Mapping[str, Sequence[Tensor]], now: Mapping[str, Sequence[Tensor]]) -> list[str]:
+    """Return the attributes into which calls have written other values, or the NaN of a row."""
+    return [
+        name
+        for name, values in now.items()
+        if len(values) != len(before := earlier.get(name, ()))
+        or not all(map(_are_alike, values, before))
+        or any(each.isnan().any() for each in values)
+    ]
 
 
 def _are_alike(one: Tensor, other: Tensor) -> bool:

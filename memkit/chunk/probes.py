@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -90,8 +90,13 @@ class Probes:
 
         Only those whose values can be compared.
         """
-        found = {name: [each for each in values if _has_values(each)] for name, values in self._kept.values().items()}
-        return {name: values for name, values in found.items() if values}
+        return _comparable(self._kept.values())
+
+    def written_values(self) -> dict[str, list[Tensor]]:
+        """Return copies of the older tensors of numbers that the runs have written to, by the modules' attributes."""
+        return _comparable(
+            {name: [each for each in values if may_be_nan(each)] for name, values in self._kept.written().items()}
+        )
 
     def _changed(self, members: Sequence[_Member]) -> Iterator[_Member]:
         for each in members:
@@ -110,6 +115,11 @@ def _members(
         for name, each in own(owner):
             if type(each) in _PLAIN and each.layout is torch.strided:
                 yield _Member(f"{path}.{name}".lstrip("."), owner, name, each, each.detach())
+
+
+def _comparable(named: Mapping[str, Sequence[Tensor]]) -> dict[str, list[Tensor]]:
+    found = {name: [each for each in values if _has_values(each)] for name, values in named.items()}
+    return {name: values for name, values in found.items() if values}
 
 
 def _has_values(tensor: Tensor) -> bool:

@@ -611,6 +611,39 @@ def test_statistics_of_rows_that_the_function_returns_are_those_of_all():
         assert torch.allclose(ours, plain)
 
 
+class Writing(nn.Module):
+    """Writes into a tensor that it keeps in a plain attribute."""
+
+    def __init__(self, what):
+        super().__init__()
+        self.linear, self.what, self.kept, self.calls = nn.Linear(5, 5), what, torch.zeros(5), torch.tensor(0)
+
+    def forward(self, x):
+        y = self.linear(x)
+        if self.what == "average":
+            self.kept.mul_(0.9).add_(y.detach().mean(0), alpha=0.1)
+        elif self.what == "first row":
+            self.kept.copy_(y[0].detach())
+        elif self.what == "constant":
+            self.kept.fill_(2.0)
+        self.calls += 1
+        return y
+
+
+@pytest.mark.parametrize("what", ["average", "first row"])
+@pytest.mark.parametrize("num_rows", [2, 50])
+def test_what_calls_write_into_an_attribute_of_their_rows_is_warned_of_once(what, num_rows):
+    model, x = nn.Sequential(Writing(what)), torch.randn(num_rows, 5)
+    with pytest.warns(mk.errors.MemkitWarning, match=r"writes into the tensor in its attribute '0\.kept'") as told:
+        mk.chunked_map(model, x, chunk_size=16)
+    assert len(told) == 1
+    mk.chunked_map(model, x, chunk_size=16, check=False)
+
+
+def test_a_constant_written_into_an_attribute_is_not_warned_of():
+    mk.chunked_map(Writing("constant"), torch.randn(50, 5), chunk_size=16)
+
+
 class Renewing(nn.Module):
     """Sets attributes to what no row decides: a constant, what a weight gives, a table of the first call."""
 

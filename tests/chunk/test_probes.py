@@ -34,6 +34,7 @@ class Noting(nn.Module):
         return [self.running, self.mean, self.seen, torch.from_numpy(self.counts)]
 
 
+told_of_average = pytest.mark.filterwarnings("ignore:.*writes into the tensor in its attribute 'running'")
 X = torch.randn(50, 3, dtype=torch.float64)
 CALLS = {
     "chunked_map": lambda fn: mk.chunked_map(fn, X, chunk_size=7),
@@ -46,6 +47,7 @@ CALLS = {
 }
 
 
+@told_of_average
 @pytest.mark.parametrize("name", CALLS)
 def test_only_the_chunks_leave_notes(name):
     rows, twin = (Noting(nn.Linear(3, 2)).double() for _ in range(2))
@@ -55,6 +57,7 @@ def test_only_the_chunks_leave_notes(name):
     assert_close(rows.notes, twin.notes)
 
 
+@told_of_average
 @pytest.mark.parametrize("name", ["chunked_map", "chunked_loss"])
 def test_trials_of_sizes_leave_no_notes(name):
     fn = {"chunked_map": mk.chunked_map, "chunked_loss": mk.chunk.chunked_loss}[name]
