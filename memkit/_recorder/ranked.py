@@ -1,13 +1,14 @@
 """Find the values by which operators select among all rows of a batch, as in a loss over the hardest examples.
 
-Parts of the batch may select the same rows as the whole by accident. Sorted by these values, they do not.
+Parts of the batch may select the same rows as the whole by accident. Sorted by these values, they do not. And an
+operator may do to more rows what it does not do to few: take those from a fixed place on, or only so many.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,8 +26,37 @@ _ALONG: Mapping[Any, int] = {
 }
 _OF_ALL = frozenset({_aten.median.default, _aten.nanmedian.default})
 _BY_MASK = frozenset({_aten.masked_select.default, _aten.index.Tensor})
+_LIMITED = frozenset({_aten.slice.Tensor, _aten.topk.default})
 
-SELECTING: frozenset[Callable[..., Any]] = frozenset(_ALONG) | _OF_ALL | _BY_MASK
+SELECTING: frozenset[Callable[..., Any]] = frozenset(_ALONG) | _OF_ALL | _BY_MASK | _LIMITED
+
+
+class Limit(NamedTuple):
+    """A limit that few rows do not reach.
+
+    Attributes:
+        place: The first row that is taken; None if all rows were selected by their values.
+        num_each: The numbers for each row of what was selected from.
+    """
+
+    place: int | None
+    num_each: int
+
+
+def limit_not_reached(func: Any, args: Sequence[Any], num_rows: int) -> Limit | None:
+    """Return a limit of an operator's that lies beyond the rows that it is given; None if it has none."""
+    if func not in _LIMITED or len(args) < 2 or not num_rows:
+        return None
+    given, number = args[0], args[1]
+    length = given.shape[0] if given.dim() else 0
+    if not length or length % num_rows or not isinstance(number, int):
+        return None
+    num_each = length // num_rows
+    if func is _aten.topk.default:
+        is_all = number == length > 1 and (args[2] if len(args) > 2 else -1) % given.dim() == 0
+        return Limit(None, num_each) if is_all else None
+    start = args[2] if number == 0 and len(args) > 2 else None
+    return Limit(start // num_each, num_each) if isinstance(start, int) and start >= length else None
 
 
 def values_of_rows(
@@ -34,6 +64,8 @@ def values_of_rows(
 ) -> tuple[float, ...] | None:
     """Return a number for each row of the batch by which an operator of `SELECTING` selects; None if not among rows."""
     given = args[0]
+    if func is _aten.slice.Tensor:
+        return None
     if not isinstance(given, Tensor) or not given.is_floating_point() or not given.dim() or not given.numel():
         return None
     dim = 0

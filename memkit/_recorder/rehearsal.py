@@ -42,7 +42,7 @@ from memkit._core.errors import warn_user
 from memkit._core.installed import is_users_module
 from memkit._core.printable import list_some
 from memkit._machine import random_state
-from memkit._recorder.ranked import SELECTING, values_of_rows
+from memkit._recorder.ranked import SELECTING, Limit, limit_not_reached, values_of_rows
 from memkit._torch import aten
 from memkit._torch.compiler import eagerly
 from memkit._torch.dispatch import LeanDispatchMode, OpOverload, fake_mode
@@ -193,6 +193,7 @@ class Rehearsal:
         self._generators: dict[int, tuple[torch.Generator, Tensor]] = {}  # the user's own, with their initial state
         self._draws: dict[tuple[object, ...], _Draw] = {}
         self.ranked: collections.deque[tuple[float, ...]] = collections.deque(maxlen=_MOST_RANKED)
+        self._limits: dict[bool, set[Limit]] = {True: set(), False: set()}  # of the whole, and of parts
         self._is_dirty, self.most_elements, self.is_backward = False, 0, False
         self.has_unmatched_draws = self.has_branches = self.has_permutations = False
         self.has_several_per_row = self.has_draws_for_all = self.has_fewer_draws = self.counts_in_backward = False
@@ -250,6 +251,17 @@ class Rehearsal:
             if span is not None and span.is_whole:
                 self._num_draws_of_whole = self._num_draws
             self.has_fewer_draws |= 0 < self._num_draws < self._num_draws_of_whole
+
+    @property
+    def limits(self) -> set[Limit]:
+        """The limits that neither the run of all rows nor one of fewer has reached."""
+        return self._limits[True] & self._limits[False]
+
+    def note_limit(self, func: Any, args: tuple[Any, ...], span: Span) -> None:
+        """Note a limit of an operator that a run of these rows does not reach."""
+        limit = limit_not_reached(func, args, span.stop - span.start)
+        if limit is not None:
+            self._limits[span.is_whole].add(limit)
 
     @contextlib.contextmanager
     def _finding_others(self) -> Iterator[None]:
@@ -424,7 +436,7 @@ class _Watch(LeanDispatchMode):
         if func is aten.local_scalar_dense and args[0].dtype is torch.bool:
             self._rehearsal.has_branches = True
         if func in SELECTING:
-            self._note_ranked(func, args, kwargs)
+            self._note_selection(func, args, kwargs)
         facts = _facts(func)
         if facts.divides is not None and facts.divides < len(args) and args[facts.divides] and args[0].requires_grad:
             self._rehearsal.counts_in_backward = True
@@ -440,8 +452,11 @@ class _Watch(LeanDispatchMode):
             self._note(func, args, kwargs, out)
         return out
 
-    def _note_ranked(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._span is None or not self._span.is_whole or fake_mode() is not None:
+    def _note_selection(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._span is None or fake_mode() is not None:
+            return
+        self._rehearsal.note_limit(func, args, self._span)
+        if not self._span.is_whole:
             return
         values = values_of_rows(func, args, kwargs, self._span.total)
         if values is not None and values not in self._rehearsal.ranked:

@@ -22,6 +22,7 @@ from memkit._core.words import guided
 from memkit._gradients.loss import Loss, LossFn, call_loss_fn, check_loss_fn
 from memkit._gradients.streamed import without_hooks
 from memkit._machine.devices import host_memory, release_cached_memory
+from memkit._recorder.ranked import Limit
 from memkit._recorder.rehearsal import Attributes, HeldBuffer, HeldGradient, RanksError, Rehearsal, Span
 from memkit._recovery.attempt import Caught, Done, OutOfMemory, attempt
 from memkit._recovery.batch import refuse_as_batch
@@ -46,8 +47,16 @@ _BUFFER_TOLERANCE = 1e-3
 _LOSS_TOLERANCE = 1e-3  # of the losses of more rows than gradients were compared of
 _FEWEST_TELLING = 3  # rows whose gradient shows whether a loss compares rows
 _OTHER_LOSS = (
-    "the loss of {whole} rows is not the mean of their parts' losses, and memory allows to compare the gradients of "
-    "{compared} rows only"
+    "the loss of {whole} rows is not the mean of their parts' losses, though the gradients of {compared} rows are equal"
+)
+_NO_LOSS = "the loss of the rows that were compared is not finite"
+_FROM_A_PLACE = (
+    "the step takes rows from place {place} of the batch on, and the {compared} rows that were compared end before it. "
+    "Where rows are of two kinds, let the batch say of each row which it is"
+)
+_ALL_SELECTED = (
+    "the step selects rows by their values, a fixed number of them or all if there are fewer, and of the {compared} "
+    "rows that were compared it took all"
 )
 _MAX_HALF_BYTES = 256 * MIB  # of half-precision parameters that are checked in float32
 _FIT = 1e-3  # how well other weights must explain the whole
@@ -319,6 +328,7 @@ class Examination:
         self._kind: tuple[tuple[str, ...], ...] = ()
         self._doubt: SplitVerdict | None = None
         self._num_compared, self._only_losses = 0, False
+        self._not_reached: list[Limit] = []  # that were not reached in the comparison of the most rows
         self._ranked: tuple[CutBatch | None, list[tuple[float, ...]]] = None, []  # of the last comparison
         self._has_count = False
         self._has_run_out = self._has_branches = self._has_compared = self._was_unequal_sorted = self._were_real = False
@@ -360,7 +370,7 @@ class Examination:
                 continue
             found = yield from self._judge(parts, self._compare_whole_and_parts)
             self._has_compared = True
-            self._num_compared = max(self._num_compared, parts.size if found.exact and parts.has_rows else 0)
+            self._note_equal(parts, found)
             self._were_real = self._were_real or (way.is_real and found.exact is not None)
             verdict = self._together(verdict, found, way)
             self._was_unequal_sorted = self._was_unequal_sorted or (way.is_sorted and found.loss == "rows")
@@ -378,8 +388,9 @@ class Examination:
         verdict = self._doubt if verdict.exact and self._doubt is not None else verdict
         if verdict.exact and self._around_whole is None:
             verdict = yield from self._compare_ranked(verdict)
-        if verdict.exact and self._around_whole is None and self._num_compared < _FEWEST_TELLING:
+        if verdict.exact and self._around_whole is None:
             verdict = yield from self._look_at_losses(verdict, has_run_out=is_out_of_memory)
+            verdict = self._within_limits(verdict)
         self.verdict = replace(verdict, buffers=self._left) if verdict.exact and self._left else verdict
 
     def _compare_ranked(self, verdict: SplitVerdict) -> Attempts:
@@ -444,19 +455,39 @@ class Examination:
     def _look_at_losses(self, verdict: SplitVerdict, *, has_run_out: bool) -> Attempts:
         """Compare the losses of more rows, whose gradients do not fit.
 
-        Two rows cannot tell whether a loss compares rows: distances over their sum, for one, are constant then.
+        Two rows cannot tell whether a loss compares rows: distances over their sum, for one, are constant then. And few
+        rows cannot tell of a limit that more of them reach, such as the number of labeled rows.
         """
         for way in self._ways:
-            is_due = way.only_losses and (has_run_out or not way.is_smaller)
+            is_due = way.only_losses and (
+                way.is_real or (self._num_compared < _FEWEST_TELLING and (has_run_out or not way.is_smaller))
+            )
             parts = self._made(way.make) if is_due else None
             if parts is not None and parts.size > self._num_compared:
                 found = yield from self._judge(parts, self._compare_losses)
                 if found.exact is False:
                     reason = _OTHER_LOSS.format(whole=parts.size, compared=self._num_compared)
                     return SplitVerdict(None, modules=self._suspects, reason=reason)
-                if found.exact:
-                    break
+                self._note_equal(parts, found)
         return verdict
+
+    def _note_equal(self, parts: CutBatch, found: SplitVerdict) -> None:
+        """Note how many rows were found equal, and the limits that they do not reach, though all rows may."""
+        if found.exact and parts.has_rows and parts.size > self._num_compared:
+            self._num_compared = parts.size
+            self._not_reached = [
+                each
+                for each in (self._rehearsal.limits if parts.num_left_out else ())
+                if each.place is None or each.place < parts.size + parts.num_left_out
+            ]
+
+    def _within_limits(self, verdict: SplitVerdict) -> SplitVerdict:
+        """Return the verdict unless the loss has a limit that the rows that were compared do not reach."""
+        if not verdict.exact or not self._not_reached:
+            return verdict
+        place = self._not_reached[0].place
+        reason = (_ALL_SELECTED if place is None else _FROM_A_PLACE).format(place=place, compared=self._num_compared)
+        return SplitVerdict(None, modules=self._suspects, reason=reason)
 
     def _judge(self, parts: CutBatch, compare: Callable[[CutBatch], Attempts]) -> Attempts:
         """Compare one way to split; in the model's own precision if full precision is not possible."""
@@ -557,7 +588,9 @@ class Examination:
         A loss may count its calls (a weight that warms up) without affecting the gradient of these rows; a later
         step's would be. State without effect, such as a value that is only displayed, is ignored.
         """
-        if math.isfinite(whole.loss) and not all(math.isfinite(each.loss) for each in separate):
+        if not math.isfinite(whole.loss):
+            return SplitVerdict(None, modules=self._suspects, error=error, reason=_NO_LOSS)
+        if not all(math.isfinite(each.loss) for each in separate):
             reason = "the loss of a part is not finite, though that of its rows among others is"
             return SplitVerdict(None, modules=self._suspects, error=error, reason=reason)
         differs = abs(_mean_loss(whole) - _mean_loss(self._sum(separate)))
@@ -879,6 +912,8 @@ class Examination:
         if any(not _is_finite(each.vectors) or not (each.count or _norm(each.vectors)) for each in parts):
             return "weights"  # a part without any items: 0 / 0
         parts = [each for each in parts if each.count]
+        if any(_reaches_more(each, whole) for each in parts):
+            return None
         # All parameters have equal weight, but for coarse gradients: those of a few casts must not excuse the others.
         norms = np.array([0.0 if each is None else float(np.linalg.norm(each)) for each in whole.mean()])
         rounding = _TIMES_ROUNDING * self._rounding
@@ -984,8 +1019,9 @@ def check_split(
     Raises:
         InputTypeError: ``model`` is not a module, ``loss_fn`` is not a function, or an argument does not exist.
 
-    Memory cost: activations of at most 32 rows, instead of a step's. Time cost: 8 rows go forward and backward twice,
-    four times in a larger batch, then parts that are within 32 rows together; more often if the gradients differ.
+    Memory cost: activations of at most 32 rows, instead of a step's, or of two parts without a graph. Time cost: 8 rows
+    go forward and backward twice, four times in a larger batch, then parts that are within 32 rows together; two parts
+    go forward twice; more often if the gradients differ.
 
     Example:
         >>> import torch
@@ -1078,10 +1114,16 @@ def _minus(one: Vector | None, other: Vector | None) -> Vector:
     return one - other
 
 
+def _reaches_more(part: _Gradient, whole: _Gradient) -> bool:
+    """Return whether a part has a gradient for a parameter that the whole does not reach."""
+    pairs = zip(part.vectors, whole.vectors, strict=True)
+    return any(each is not None and other is None and each.any() for each, other in pairs)
+
+
 def _flat(vectors: Sequence[Vector | None], like: Sequence[Vector | None], scales: Vector) -> Vector:
-    """Concatenate all vectors, scaled; None becomes zeros."""
-    pairs = zip(vectors, like, scales, strict=True)
-    filled = [np.zeros(0 if other is None else len(other)) if each is None else each * s for each, other, s in pairs]
+    """Concatenate the vectors of what ``like`` has vectors of, scaled; None becomes zeros."""
+    pairs = [(each, other, s) for each, other, s in zip(vectors, like, scales, strict=True) if other is not None]
+    filled = [np.zeros(0), *(np.zeros(len(other)) if each is None else each * s for each, other, s in pairs)]
     return np.concatenate(filled)
 
 

@@ -35,12 +35,14 @@ class CutBatch:
         size: Its rows, or elements.
         parts: Its parts in order, with their sizes.
         has_rows: Whether the sizes are rows, so that a part's random draws can be found in the whole's.
+        num_left_out: Rows of the real batch that are not in it, if it has rows.
     """
 
     whole: Any
     size: int
     parts: tuple[tuple[Any, int], ...]
     has_rows: bool
+    num_left_out: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +55,8 @@ class Way:
         is_real: Whether the parts are those of the step.
         is_sorted: Whether the rows are in a different order than in the batch.
         is_further: Whether it is run if the previous ways were found equal, in case that was by accident.
-        only_losses: Whether it is for more rows than a backward has room for: losses alone are compared.
+        only_losses: Whether it is for more rows than a backward has room for: losses alone are compared. If the parts
+            are not those of the step, only where gradients of hardly any rows were.
     """
 
     make: Callable[[], CutBatch | None]
@@ -121,6 +124,9 @@ def ways_to_cut(
     in_another_order = way(functools.partial(_few_rows, keeps_groups=False), sizes, at_most, is_sorted=True)
     two, two_rows = way(_some_parts, sizes, 2, is_real=True), way(_few_rows, [1], 2, is_smaller=True)
     losses = [way(_rows_of_losses, sizes, n, is_smaller=not is_tight, only_losses=True) for n in _NUMS_LOOKED_AT]
+    # Without a graph two parts take about as much as a step of one.
+    has_room = (is_first or adds_parts) and (may_run_out or not is_tight)
+    losses = [way(_some_parts, sizes, 2, is_real=True, only_losses=True)] * has_room + losses
     # After an out-of-memory try fewer rows, then the same again once the cache is released.
     if is_tight:
         alike = way(_alike_rows, sizes, at_most, is_sorted=True, is_further=True)
@@ -281,7 +287,7 @@ def _cut(batch: Any, num_rows: int, blocks: Sequence[tuple[int, int]], lengths: 
     rows, size = join_rows([take_rows(batch, *block, num_rows=num_rows) for block in merged]), sum(lengths)
     stops = itertools.accumulate(lengths)
     parts = [(take_rows(rows, stop - n, stop, num_rows=size), n) for stop, n in zip(stops, lengths, strict=True)]
-    return CutBatch(rows, size, tuple(parts), has_rows=True)
+    return CutBatch(rows, size, tuple(parts), has_rows=True, num_left_out=num_rows - size)
 
 
 def _unlike(batch: Any, num_rows: int, edges: Sequence[int], number: int) -> list[tuple[int, int]]:

@@ -1028,13 +1028,14 @@ def test_a_smaller_one_of_two_means_is_found(num_parts):
 def test_takes_few_small_runs_if_equal():
     seen = Seen()
     assert check_split(net(), torch.randn(100, 6), seen).exact is True
-    assert list(seen.lengths) == [8, 6, 2, 8, 6, 2]  # rows as they come, then in another order
+    assert seen.lengths == [8, 6, 2, 8, 6, 2]  # rows as they come, then in another order
+    assert seen.lengths_without_graph == [100, 50, 50]
 
 
 @pytest.mark.parametrize("num_rows", [2, 3, 4, 8, 9, 16, 31, 64, 500])
 @pytest.mark.parametrize("num_parts", [2, 3, 16])
 def test_takes_two_plain_steps_at_most_if_equal(num_rows, num_parts):
-    """Counted in rows that go forward and backward."""
+    """Counted in rows that go forward and backward; besides, two parts go forward alone, together and one by one."""
     seen = Seen()
     labels = torch.arange(num_rows) % 2
     for is_first in (True, False):
@@ -1042,12 +1043,14 @@ def test_takes_two_plain_steps_at_most_if_equal(num_rows, num_parts):
         ways = ways_to_cut(batch, num_parts=num_parts, is_first=is_first)
         model = net()
         examination = Examination(model, Computation(model.parameters), [seen], ways)
-        seen._noted[0] = 0
+        seen.forget()
         for attempt in examination.attempts():
             with attempt as micro:
                 attempt.backward(read_loss(seen(model, micro[0]), call="loss_fn"))
         assert examination.verdict.exact is True
         assert 0 < sum(seen.lengths) <= 2 * num_rows
+        assert len(seen.lengths_without_graph) in ((0, 3) if is_first else (0,))
+        assert sum(seen.lengths_without_graph[1:]) <= 2 * -(-num_rows // min(num_parts, num_rows))
 
 
 class Seen:
@@ -1056,13 +1059,21 @@ class Seen:
     def __init__(self):
         self._noted = (ctypes.c_longlong * 100)()  # not one of the containers that are looked into
 
+    def forget(self):
+        self._noted[0] = 0
+
     @property
     def lengths(self):
-        return self._noted[1 : 1 + self._noted[0]]
+        """Rows of the calls with a graph."""
+        return [each for each in self._noted[1 : 1 + self._noted[0]] if each > 0]
+
+    @property
+    def lengths_without_graph(self):
+        return [-each for each in self._noted[1 : 1 + self._noted[0]] if each < 0]
 
     def __call__(self, model, x):
         self._noted[0] += 1
-        self._noted[self._noted[0]] = len(x)
+        self._noted[self._noted[0]] = len(x) if torch.is_grad_enabled() else -len(x)
         return mean_square(model, x)
 
 
@@ -1157,6 +1168,137 @@ def relations(model, x):
     return (distances / distances.sum().clamp(min=1e-9)).pow(2).mean() * 10 + y.pow(2).mean() * 0.1
 
 
+class TwoKinds:
+    """The first rows of a batch are labeled; the others are to have confident predictions (UA-MT)."""
+
+    def __init__(self, num_labeled, *, reduction="sum"):
+        self.num_labeled, self.reduction = num_labeled, reduction
+
+    def __call__(self, model, batch):
+        x, y = batch
+        out, k = model(x), self.num_labeled
+        confidence = out[k:].softmax(1).square().sum(1)
+        confidence = confidence.mean() if self.reduction == "mean" else confidence.sum() / k
+        return F.cross_entropy(out[:k], y[:k]) + confidence
+
+
+class Hardest:
+    """The hardest rows of a batch, so many at most (OHEM)."""
+
+    def __init__(self, most):
+        self.most = most
+
+    def __call__(self, model, batch):
+        losses = F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+        return losses.topk(min(self.most, len(losses))).values.mean()
+
+
+def refusing(loss_fn, most):
+    """Return the loss function with a planted out-of-memory error for more rows."""
+
+    def fitting(model, batch):
+        if len(batch[0]) > most:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB (a planted fault).")
+        return loss_fn(model, batch)
+
+    return fitting
+
+
+def classes(num_rows):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3)), (
+        torch.randn(num_rows, 5),
+        torch.randint(3, (num_rows,)),
+    )
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "num_parts", "loss_fn", "cause"),
+    [
+        (48, 2, TwoKinds(24), "the loss of 48 rows is not the mean of their parts' losses, though the gradients of 24"),
+        (96, 4, TwoKinds(48), "the step takes rows from place 48 of the batch on, and the 48 rows that were compared"),
+        (96, 4, TwoKinds(24), "the loss of 48 rows is not the mean"),
+        (48, 2, Hardest(24), "the loss of 48 rows is not the mean"),
+        (96, 4, Hardest(48), "a fixed number of them or all if there are fewer, and of the 48 rows"),
+        (96, 4, TwoKinds(48, reduction="mean"), "the loss of the rows that were compared is not finite"),
+    ],
+)
+def test_a_limit_that_few_rows_do_not_reach_is_warned_of(num_rows, num_parts, loss_fn, cause):
+    model, batch = classes(num_rows)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = mk.MemoryEfficientTrainingWrapper(model, optimizer, accumulation_steps=num_parts)
+    with pytest.warns(mk.MemkitWarning, match=f"could not check that splitting.*{cause}"):
+        trainer.train_step(batch, loss_fn)
+    verdict = check_split(model, batch, loss_fn, num_parts=num_parts)
+    assert not verdict
+    trainer = mk.MemoryEfficientTrainingWrapper(model, optimizer, accumulation_steps=num_parts)
+
+    def loop():
+        for attempt in trainer.microbatches(batch):
+            with attempt as micro:
+                trainer.backward(loss_fn(model, micro))
+
+    with pytest.warns(mk.MemkitWarning, match="could not check that splitting"):
+        loop()
+
+
+@pytest.mark.parametrize("loss_fn", [TwoKinds(5), TwoKinds(5, reduction="mean"), Hardest(4)])
+def test_a_limit_that_the_rows_that_fit_do_not_reach_is_refused(loss_fn):
+    model, batch = classes(8)
+    trainer = mk.MemoryEfficientTrainingWrapper(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(mk.MemkitOutOfMemoryError, match="splitting the batch could not be checked"):
+        trainer.train_step(batch, refusing(loss_fn, 4 if isinstance(loss_fn, TwoKinds) else 3))
+
+
+def in_blocks(model, batch):
+    """Losses block by block, of more rows than a batch may have."""
+    x, y = batch
+    blocks = [F.cross_entropy(model(x[i : i + 64]), y[i : i + 64], reduction="sum") for i in range(0, len(x), 64)]
+    return torch.stack(blocks).sum() / len(x)
+
+
+def of_the_first_anchors(model, batch):
+    """The best anchors of each image, all of them if there are few (a region proposal network)."""
+    found = [F.logsigmoid(each.topk(min(3, len(each))).values).mean() for each in model(batch[0])]
+    return torch.stack(found).mean()
+
+
+def of_at_most_200(model, batch):
+    return F.cross_entropy(model(batch[0])[:200], batch[1][:200])
+
+
+@pytest.mark.parametrize("loss_fn", [in_blocks, of_the_first_anchors, of_at_most_200])
+@pytest.mark.parametrize("num_parts", [2, 4, 32])
+def test_limits_that_no_batch_reaches_are_not_warned_of(loss_fn, num_parts):
+    model, batch = classes(96)
+    trainer = mk.MemoryEfficientTrainingWrapper(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), accumulation_steps=num_parts, probe="require"
+    )
+    for _ in range(3):
+        trainer.train_step(batch, loss_fn)
+
+
+def test_a_part_that_reaches_more_parameters_than_the_whole_is_refused():
+    class TwoHeads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.a, self.b = nn.Linear(6, 8), nn.Linear(8, 5), nn.Linear(8, 3)
+
+    def loss_fn(model, batch):
+        x, y, z = batch
+        hidden = model.body(x).tanh()
+        loss = F.cross_entropy(model.a(hidden), y)
+        return loss + F.cross_entropy(model.b(hidden), z) if (z >= 0).all() else loss  # only where all have a label
+
+    torch.manual_seed(0)
+    batch = torch.randn(8, 6), torch.randint(5, (8,)), torch.tensor([-1, -1, 1, 1, 0, 2, 2, -1])
+    assert not check_split(TwoHeads(), batch, loss_fn)
+    model = TwoHeads()
+    trainer = mk.MemoryEfficientTrainingWrapper(model, torch.optim.SGD(model.parameters()), accumulation_steps=4)
+    with pytest.raises(mk.errors.ConfigError, match="compares or mixes the rows"):
+        trainer.train_step(batch, loss_fn)
+
+
 @pytest.mark.parametrize("precision", [None, "bf16-mixed"])
 def test_a_comparison_of_rows_is_seen_in_losses_where_only_two_rows_fit_with_their_gradient(precision):
     torch.manual_seed(0)
@@ -1182,7 +1324,7 @@ def test_a_comparison_of_rows_is_seen_in_losses_where_only_two_rows_fit_with_the
             return trainer.train_step(x, of_two_rows(loss_fn)).sizes
 
     assert max(train(lambda model, x: model(x).square().mean())) == 2  # the other losses of rows are equal
-    with pytest.raises(mk.MemkitOutOfMemoryError, match="the loss of 4 rows is not the mean of their parts' losses"):
+    with pytest.raises(mk.MemkitOutOfMemoryError, match="the loss of 8 rows is not the mean of their parts' losses"):
         train(relations)
     with pytest.warns(mk.MemkitWarning, match="the loss of 4 rows is not the mean of their parts' losses"):
         assert train(relations, accumulation_steps=4) == (2, 2, 2, 2)
