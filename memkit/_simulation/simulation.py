@@ -42,13 +42,13 @@ from memkit._simulation.failures import note_failure
 from memkit._simulation.guesses import READING, Guesses
 from memkit._simulation.host import INSTEAD, RESULTS, HostKernels
 from memkit._simulation.leftovers import Patches, Shared, leaving_nothing
-from memkit._simulation.tensors import Tensors, makes_one_hot, pads_packed
+from memkit._simulation.tensors import Tensors, keeps_parameters, makes_one_hot, pads_packed
 from memkit._torch.compiler import running_eagerly
 from memkit._torch.cuda import Rules, rules_of
 from memkit._torch.dispatch import no_dispatch
 from memkit._torch.fake import FakeTensor, without_fake_log
 from memkit._torch.graph import graph_behind
-from memkit._torch.modules import PAD_PACKED, rnn_functions
+from memkit._torch.modules import APPLY, PAD_PACKED, rnn_functions
 from memkit._torch.pytree import children_of, tree_leaves
 from memkit._torch.ranks import is_sharded
 
@@ -241,9 +241,11 @@ def _settings_here() -> AllocatorSettings | str:
 
 def _reading() -> list[Patches]:
     values = {name: make(getattr(FakeTensor, name)) for name, make in READING.items()}
+    converting = {APPLY: keeps_parameters(getattr(nn.Module, APPLY))}
     padding = {PAD_PACKED: pads_packed(getattr(rnn_functions, PAD_PACKED))}
     return [
         Patches(FakeTensor, "numbers that code reads from tensors without data are guessed and counted", values),
+        Patches(nn.Module, "modules convert parameters without data as those with data", converting),
         Patches(rnn_functions, "lengths of packed rows have data", padding),
         Patches(functional, "one-hot tensors are made as with data", {"one_hot": makes_one_hot(functional.one_hot)}),
         Patches(functional, "CTC loss reads its lengths", {"ctc_loss": ctc_loss}),

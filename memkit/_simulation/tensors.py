@@ -33,11 +33,13 @@ from memkit._core.settings import Checker
 from memkit._recorder.recorder import StepPosition
 from memkit._simulation.dtypes import CHECKED, refuse_dtypes
 from memkit._simulation.guesses import KNOWN, Guesses, known_value
+from memkit._simulation.leftovers import patched
 from memkit._torch import aten
 from memkit._torch.dispatch import (
     HigherOrderOperator,
     LeanDispatchMode,
     OpOverload,
+    TensorBase,
     keys_of,
     no_dispatch,
     without_modes,
@@ -76,6 +78,7 @@ _LOOKING = frozenset(
 _WITHOUT_FAKES = ((), (Tensor,))  # types at operators on tensors with data; 2.8 detaches twice, and names one then
 _FEWEST_MADE = 100_000  # number of remembered tensors above which dead ones are dropped
 _CPU = torch.device("cpu")
+DATA_OF: Any = TensorBase.data  # torch's own, which a simulated card patches
 _COUNTED = ("cpu", "lazy")  # devices of tensors whose values are known without data: lazy is the simulated card
 _POSITION = 8  # bytes of an index
 _BLOCK = 512  # bytes: the sizes of an accelerator's allocator are multiples of it
@@ -827,6 +830,34 @@ def makes_one_hot(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return zeros.scatter_(-1, tensor.unsqueeze(-1), 1)
 
     return one_hot
+
+
+def keeps_parameters(original: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+    """Return torch's function that converts a module, `module.to(...)`, so that parameters without data are set too.
+
+    torch sets ``parameter.data``, whatever holds the parameter. One without data it swaps for another, even if nothing
+    is converted, and refuses to do so if a graph or a weak reference holds it.
+    """
+
+    @wraps(original)
+    def converted(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        swap = torch.utils.swap_tensors
+
+        def set_or_swap(tensor: Tensor, other: Tensor) -> None:
+            is_blank = isinstance(tensor, FakeTensor) and isinstance(other, FakeTensor)
+            (set_data if is_blank and tensor.device == other.device else swap)(tensor, other)
+
+        with patched(torch.utils, "swap_tensors", set_or_swap):
+            return original(module, *args, **kwargs)
+
+    return converted
+
+
+def set_data(tensor: Tensor, value: Tensor) -> None:
+    """Do the same as ``tensor.data = value``, for two tensors on one device."""
+    DATA_OF.__set__(tensor, value)
+    if isinstance(tensor, FakeTensor):
+        tensor.constant = getattr(value, "constant", None)
 
 
 class _Looks(LeanDispatchMode):

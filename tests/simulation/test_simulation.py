@@ -430,6 +430,30 @@ def test_small_buffers_are_on_the_card_too(value):
     assert estimate.peak_bytes == made.peak_bytes
 
 
+def square_sent_between(model, x):
+    """Nothing moves; the second time a graph holds the parameters, which torch would not swap."""
+    return (model.to(x.device)(x) * model.to(x.device)(x)).mean()
+
+
+def square_in_double_first(model, x):
+    return model.double()(x.double()).square().mean() + model.float()(x).square().mean()
+
+
+@pytest.mark.parametrize("loss_fn", [square_sent_between, square_in_double_first])
+def test_modules_are_converted_within_a_step_as_with_data(loss_fn):
+    assert_equals_the_real_step(lambda: Step(nn.Linear(16, 8), torch.randn(16, 16), loss_fn, torch.optim.Adam))
+
+
+@pytest.mark.parametrize("place", [Host(), Gpu(find_gpu("RTX 4090"))], ids=["host", "card"])
+def test_a_graph_from_before_a_conversion_leads_to_the_parameters(place):
+    with Simulation(place).running():
+        layer, x = nn.Linear(3, 2).to(place.device_type), torch.ones(4, 3, device=place.device_type)
+        loss = layer(x).sum()
+        layer.to(x.device)
+        loss.backward()
+        assert layer.weight.grad.shape == (2, 3)
+
+
 def two_optimizers() -> Step:
     torch.manual_seed(0)
     encoder, decoder = nn.Linear(8, 64), nn.Linear(64, 2)

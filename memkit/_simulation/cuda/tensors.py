@@ -31,11 +31,11 @@ from memkit._simulation.cuda.autocast import CastCache, autocast_kernels
 from memkit._simulation.cuda.recurrent import LAYERS, RECURRENT
 from memkit._simulation.cuda.selection import MAY_ASK, asks_library
 from memkit._simulation.leftovers import Patches, applied
-from memkit._simulation.tensors import COMPRESSED, Tensors, has_values
+from memkit._simulation.tensors import COMPRESSED, DATA_OF, Tensors, has_values, set_data
 from memkit._torch import aten
 from memkit._torch.aten import overloads
 from memkit._torch.cuda import Rules
-from memkit._torch.dispatch import DispatchKey, TensorBase, no_dispatch, private_backend_name as private_name
+from memkit._torch.dispatch import DispatchKey, no_dispatch, private_backend_name as private_name
 from memkit._torch.fake import (
     IS_MADE_WITH_DEVICE,
     NORMALIZE_DEVICE,
@@ -91,7 +91,6 @@ _UNCHECKED = frozenset({*aten.INDEXING, *RECURRENT}) | overloads(
     "masked_select.default", "slice_scatter.default", "diagonal_scatter.default", "bincount.default",
 )  # fmt: skip
 _COPYING = overloads("copy_.default", "resize_as_.default", "set_")
-_DATA_OF: Any = TensorBase.data
 _DATA = "data_on_host"  # attribute of parameters that were moved to the GPU: their previous tensor
 
 
@@ -587,7 +586,7 @@ def _moving_modules() -> Iterator[list[Patches]]:
     try:
         yield [
             Patches(torch.utils, "parameters stay the same objects when they move", {"swap_tensors": moved.swap}),
-            Patches(Tensor, "`p.data = p.data.cuda()`", {"data": property(_DATA_OF.__get__, moved.set_data)}),
+            Patches(Tensor, "`p.data = p.data.cuda()`", {"data": property(DATA_OF.__get__, moved.set_data)}),
             Patches(
                 nn.Module, "modules from outside get their data back afterwards", {APPLY: applied_to, LOAD: loaded}
             ),
@@ -628,9 +627,7 @@ class _Moved:
     def set_data(self, tensor: Tensor, value: Tensor) -> None:
         """Do the same as ``tensor.data = value``."""
         if tensor.device == value.device:
-            _DATA_OF.__set__(tensor, value)
-            if isinstance(tensor, FakeTensor):
-                tensor.constant = getattr(value, "constant", None)
+            set_data(tensor, value)
             return
         gradient, tensor.grad = tensor.grad, None
         is_parameter, wants_grad, other = isinstance(tensor, nn.Parameter), tensor.requires_grad, value.detach()

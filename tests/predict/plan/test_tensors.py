@@ -280,6 +280,24 @@ def test_least_without_offload_is_the_same_each_time(choices_of):
     assert len(found) == 1
 
 
+def test_a_teacher_is_sent_to_the_device_in_each_micro_batch():
+    """Nothing moves; torch would not swap parameters that the notes on the forward refer to."""
+    model, teacher = chain(), chain().requires_grad_(False)
+
+    def distill(model, x):
+        return nn.functional.mse_loss(model(x), teacher.to(x.device)(x))
+
+    def distill_at_once(model, x):
+        return nn.functional.mse_loss(model(x), teacher(x))
+
+    options = {"activation_budget": 0.5, "micro_batch_size": 128, "may_offload": False}
+    plan, expected = (
+        mk.plan_training(model, torch.rand(512, 64), each, "sgd", **options) for each in (distill, distill_at_once)
+    )
+    assert plan.accumulation_steps == 4
+    assert plan.required_bytes == expected.required_bytes
+
+
 def test_does_not_recompute_from_changed_buffer(choices_of):
     """A codebook that is updated in place after it was read: what was made from it stays."""
 
