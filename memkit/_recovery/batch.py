@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from operator import attrgetter
 from types import TracebackType
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import Any, Literal, NamedTuple, NoReturn, Protocol
 
 import torch
 
@@ -37,6 +37,23 @@ NO_WRITES = (  # the way out where a batch cannot run again
     "write `x = x / 255`, not `x /= 255`, in the model and in loss_fn, or change the batch before the step."
 )
 _TENSORS = frozenset({torch.Tensor})
+CutKind = Literal["rows", "lists", "entries", "split_fn"]
+_BY_ROWS = (
+    "keep one that belongs to all rows (a mask, a table) out of the batch, for instance in a variable that loss_fn "
+    "uses; put one that has a row for each sample (a hidden state) into the batch, with the rows in dimension 0, "
+    "h.transpose(0, 1), and return the next one with mk.Loss(mean=loss, outputs=h.transpose(0, 1)); or pass "
+    "split_fn=..."
+)
+_NOTES: dict[CutKind, str] = {
+    "rows": "All tensors of the batch are cut along dimension 0, and no others. Way out, if that is the cause: "
+    + _BY_ROWS,
+    "lists": "Lists of the batch that have an entry for each sample are cut between their entries, its tensors along "
+    "dimension 0. Way out, if that is the cause: " + _BY_ROWS,
+    "entries": "The batch is a list of {batch_size} entries and was cut between them, as a list of samples. Way out: "
+    "if they are columns, pass tuple(batch); if they are samples, let loss_fn take a list of any number of them.",
+    "split_fn": "It is a part that split_fn has returned, counted in elements of its tensors. Way out, if that is the "
+    "cause: return parts that loss_fn takes as it takes the batch; loss_fn(model, split_fn(batch, 2)[0]) shows one.",
+}
 
 
 class Sums(Protocol):
@@ -125,6 +142,7 @@ class Attempt:
         size: Its size, in rows or elements.
         is_check: Whether its results are dropped, as of a rehearsal.
         is_trial: Whether its size is not known to fit.
+        cut: What the batch is cut by, for errors that its part may have caused.
         is_added: Whether its gradient has been added to the sum.
         loss: Its loss, without a graph.
         terms: The divisor of its loss terms.
@@ -145,6 +163,7 @@ class Attempt:
         self.part, self.size, self.batch_size = part.data, part.size, batch_size
         self.rollback, self.is_trial = rollback, rollback is not None
         self.is_added = self.is_check = self._was_entered = False
+        self.cut: CutKind = "rows"
         self.loss: Loss | None = None
         self.terms: tuple[Any, ...] = ()
         self.failure: Failure | None = None
@@ -193,7 +212,7 @@ class Attempt:
                 return True
         if self.refuse is not None and isinstance(error, Exception) and not isinstance(error, MemkitError):
             self.refuse(self, error)
-        note_part(error, self.size, self.batch_size)
+        note_part(error, self.size, self.batch_size, self.cut)
         return False
 
     def restore_part(self) -> None:
@@ -245,7 +264,7 @@ def refuse_as_batch() -> NoReturn:
     )
 
 
-def note_part(error: BaseException, size: int, batch_size: int) -> None:
+def note_part(error: BaseException, size: int, batch_size: int, cut: CutKind) -> None:
     """Add a note to an error of the user's code: it ran on only a part of the batch, which may be the cause."""
     if isinstance(error, Exception) and size < batch_size:
         if "more than 1 value per channel" in str(error):  # torch's own words
@@ -255,13 +274,8 @@ def note_part(error: BaseException, size: int, batch_size: int) -> None:
                 "statistics over a part differ from those over the batch anyway."
             )
             return
-        error.add_note(
-            f"memkit: this was a micro-batch of {size} of {batch_size}. All tensors of the batch are cut along "
-            "dimension 0, and no others. Way out: keep one that belongs to all rows (a mask, a table) out of the "
-            "batch, for instance in a variable that loss_fn uses; put one that has a row for each sample (a hidden "
-            "state) into the batch, with the rows in dimension 0, h.transpose(0, 1), and return the next one with "
-            "mk.Loss(mean=loss, outputs=h.transpose(0, 1)); or pass split_fn=..."
-        )
+        how = _NOTES[cut].format(batch_size=batch_size)
+        error.add_note(f"memkit: this was a micro-batch of {size} of {batch_size}. {how}")
 
 
 @dataclass(frozen=True, slots=True)

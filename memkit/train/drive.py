@@ -14,7 +14,7 @@ from torch import nn
 from memkit._core.errors import InputError, MemkitError, MemkitOutOfMemoryError, warn_user
 from memkit._core.printable import list_some
 from memkit._gradients.loss import LossFn
-from memkit._recovery.batch import Attempt, BatchRun, Means, Peers, SingleProcess, Sums, Uncut
+from memkit._recovery.batch import Attempt, BatchRun, CutKind, Means, Peers, SingleProcess, Sums, Uncut
 from memkit._recovery.inputs import InputWatch
 from memkit._recovery.plan import Part
 from memkit._recovery.sizes import SizeMemory
@@ -81,6 +81,7 @@ class BatchDriver:
         # By a batch's `id`: its first tensor, which tells it from a later batch, and what was written into its parts.
         self._written: dict[int, tuple[list[weakref.ref[torch.Tensor]], list[str]]] = {}
         self._has_samples = False  # whether the current batch has lists of samples
+        self._cut_by: CutKind = "split_fn" if split_fn else "rows"
         self.state_watch, self.sizes = StateWatch(model), SizeMemory()
         self.current: Attempt | CheckAttempt | None = None
         unit = "elements" if split_fn else "rows"
@@ -124,6 +125,8 @@ class BatchDriver:
                 # a batch that need not be split
                 size, key, tensors, uncut = 1, "whole", list_tensors(marked), Uncut(error.got, error.fix)
             self._has_samples, batch = marked is not batch, marked
+            is_list = type(marked) is SampleList
+            self._cut_by = "entries" if is_list else "lists" if self._has_samples else "rows"
         else:
             key = "packed"
             size, tensors = survey_packed(batch)
@@ -168,6 +171,7 @@ class BatchDriver:
                 self.current = attempt
                 if self._has_samples:
                     attempt.part = unmark_samples(attempt.part)
+                attempt.cut = self._cut_by
                 attempt.refuse = run.refuse_part if run.forced is not None and not is_checked else None
                 yield attempt
                 self.current = None

@@ -1,6 +1,7 @@
 """Batches whose samples are not stacked: lists of samples, lists in them, dataclasses; cut between samples."""
 
 import dataclasses
+import warnings
 from collections import UserDict, namedtuple
 from types import SimpleNamespace
 
@@ -310,6 +311,34 @@ def test_evaluations_and_cached_embeddings_take_lists_of_samples():
     expected, model.layer.weight.grad = model.layer.weight.grad, None
     mk.train.cached_backward(model, batch, contrast, chunk_size=2)
     torch.testing.assert_close(model.layer.weight.grad, expected, rtol=1e-12, atol=1e-15)
+
+
+def unpack_four(model, batch):
+    x, *others = batch["columns"] if isinstance(batch, dict) else batch
+    assert len(others) == 3, "not four"
+    return model(x).mean()
+
+
+@pytest.mark.parametrize(
+    ("batch", "split_fn", "expected"),
+    [
+        ([torch.randn(8, 3) for _ in range(4)], None, "a list of 4 entries and was cut between them, as a list of"),
+        ({"columns": [torch.randn(3, each) for each in (4, 5, 6, 7)], "y": torch.zeros(4)}, None, "between their entr"),
+        ((torch.randn(8, 3), torch.zeros(8)), None, "All tensors of the batch are cut along dimension 0"),
+        (torch.randn(6, 3), lambda batch, n: list(batch.chunk(n)), "a part that split_fn has returned"),
+    ],
+    ids=["list", "lists", "columns", "split_fn"],
+)
+def test_an_error_in_a_part_says_how_the_batch_was_cut(batch, split_fn, expected):
+    model = nn.Linear(3, 2)
+    options = {"accumulation_steps": 2, "split_fn": split_fn, "probe": False}
+    trainer = mk.MemoryEfficientTrainingWrapper(model, torch.optim.SGD(model.parameters(), lr=0.1), **options)
+    with warnings.catch_warnings(), pytest.raises(Exception, match="four") as caught:
+        warnings.simplefilter("ignore", mk.MemkitWarning)  # a list that resembles columns
+        trainer.train_step(batch, unpack_four)
+    (note,) = caught.value.__notes__
+    assert expected in note
+    assert ("pass tuple(batch)" in note) == isinstance(batch, list)
 
 
 def test_dataclasses_in_estimates():
