@@ -21,7 +21,7 @@ from memkit._core.errors import InputError, InputTypeError, MemkitError, MemkitO
 from memkit._gradients.loss import Loss
 from memkit._machine.devices import release_cached_memory
 from memkit._recorder.rehearsal import Attributes, content_of
-from memkit._recovery.attempt import Caught, Failed, Failure, Kinds, OutOfMemory, insist
+from memkit._recovery.attempt import Caught, Failed, Failure, OutOfMemory, insist
 from memkit._recovery.errors import describe_error
 from memkit._recovery.inputs import Contents, InputWatch
 from memkit._recovery.plan import Part, Plan
@@ -71,9 +71,8 @@ class Sums(Protocol):
 class RemedySource(Protocol):
     """Remedies for an out-of-memory error to try before parts are made smaller."""
 
-    @property
-    def failures(self) -> Kinds:
-        """Errors that a remedy may cause; the remedy is reverted if they occur."""
+    def has_caused(self, error: BaseException) -> bool:
+        """Whether an error is one that a remedy may cause, which is then reverted."""
 
     def around(self) -> AbstractContextManager[object] | None:
         """Return a context for forward, if there is one."""
@@ -205,7 +204,7 @@ class Attempt:
         if error is None:
             return False
         if self._remedies is not None:
-            caught = Caught(self._remedies.failures)
+            caught = Caught((Exception,) if self._remedies.has_caused(error) else ())
             if caught.__exit__(kind, error, trace):
                 self.failure = caught.failure
                 self.restore_part()

@@ -10,7 +10,7 @@ from typing import NoReturn
 
 import torch
 
-from memkit._core.errors import FileFormatError, InputError, InputTypeError, StateError, warn_user
+from memkit._core.errors import ConfigError, FileFormatError, InputError, InputTypeError, StateError, warn_user
 from memkit._core.printable import short
 from memkit._core.settings import Checker, check_version
 from memkit._gradients.loss import Loss
@@ -32,7 +32,9 @@ class Caller:
     others: str = ""
 
 
-_SPENT = "backward through the graph a second time"  # in torch's message
+# In torch's messages:
+_SPENT = "backward through the graph a second time"
+_NO_HOOKS = "don't yet support saved tensor hooks"
 ACCUMULATOR = Caller("GradientAccumulator", "accumulator")
 WRAPPER = Caller("MemoryEfficientTrainingWrapper", "trainer")
 
@@ -102,6 +104,34 @@ def check_spent_graph(error: RuntimeError, *, call: str, is_in_loop: bool = Fals
         expected="a loss that loss_fn computes from the model and its micro-batch, and returns",
         fix=f"{carried}, in loss_fn; remove loss.backward() from loss_fn, and compute inside loss_fn everything that "
         "has gradients: `return criterion(model(batch[0]), batch[1])`.",
+    ) from error
+
+
+def is_refused_transform(error: BaseException | None) -> bool:
+    """Return whether an error is that of `torch.func.grad`, or of another transform, within saved tensor hooks."""
+    return isinstance(error, Exception) and (_NO_HOOKS in str(error) or is_refused_transform(error.__cause__))
+
+
+def check_transforms(error: RuntimeError, *, call: str) -> None:
+    """Explain an error of torch, which runs no transform that takes gradients within saved tensor hooks.
+
+    Args:
+        error: What was raised within the hooks; any other error is left to the caller.
+        call: The user's call that sets the hooks, for the message.
+
+    Raises:
+        ConfigError: It is such an error.
+    """
+    if not is_refused_transform(error):
+        return
+    raise ConfigError(
+        call,
+        got="a loss or a block that calls torch.func.grad, or another transform of functions: torch does not run these "
+        "within its saved tensor hooks, by which tensors are recomputed or offloaded",
+        expected="gradients by torch.autograd inside, or no such hooks around",
+        fix="leave out `with offload_activations(...)`, or write MemoryEfficientTrainingWrapper(model, optimizer) "
+        "without checkpoint=, saved_tensors= and offload=; or compute the inner gradients with "
+        "torch.autograd.grad(loss, parameters, create_graph=True).",
     ) from error
 
 

@@ -23,7 +23,7 @@ from memkit._torch.compiler import uncompiled
 from memkit._torch.fake import FakeTensor
 from memkit._torch.graph import at_end_of_backward, current_backward, current_node, is_functorch_wrapped_tensor
 from memkit._torch.tensors import base_of, is_view, is_zero_tensor, storage_key, version_of
-from memkit.train.checks import WRAPPER
+from memkit.train.checks import WRAPPER, check_transforms
 from memkit.train.models import device_of
 from memkit.train.offload_files import Arriving, DiskStore, FakeStore, HostStore, Store, span
 from memkit.train.state_offload import moved_state
@@ -62,7 +62,8 @@ class offload_activations(contextlib.AbstractContextManager["offload_activations
         written_bytes: Bytes moved out so far.
 
     Raises:
-        ConfigError: A setting is invalid.
+        ConfigError: A setting is invalid. Or, from the block: it calls `torch.func.grad`, or another transform that
+            takes gradients, which torch does not run within saved tensor hooks.
         MemkitOutOfMemoryError: From the forward: the disk is full. The state is unchanged since before that operator.
         StateError: From the backward: a saved tensor that stayed was changed in place since, as plain autograd would
             also refuse. A tensor that was moved out keeps the value that it had when it was saved. On an accelerator,
@@ -136,8 +137,12 @@ class offload_activations(contextlib.AbstractContextManager["offload_activations
         def pack(tensor: torch.Tensor) -> _Packed:
             return self.pack(tensor, lasting)
 
-        with saved_tensors_hooks(uncompiled(pack), uncompiled(_Packed.unpack_for_node)):
-            yield self
+        try:
+            with saved_tensors_hooks(uncompiled(pack), uncompiled(_Packed.unpack_for_node)):
+                yield self
+        except RuntimeError as error:
+            check_transforms(error, call="with offload_activations(...)")
+            raise
 
     @contextlib.contextmanager
     def of_any_size(self) -> Iterator[None]:

@@ -12,14 +12,19 @@ from torch.utils.checkpoint import CheckpointError
 from memkit._advice.catalog import Remedy, remedy
 from memkit._core.errors import ConfigError, warn_user
 from memkit._core.printable import list_some
-from memkit._recovery.attempt import Failed, Failure, Kinds
+from memkit._recovery.attempt import Failed, Failure
 from memkit._torch.modules import is_compiled
 from memkit.train.checkpointing import Checkpointing, may_recompute
+from memkit.train.checks import is_refused_transform
 from memkit.train.models import device_of
 from memkit.train.offload import WrittenAsideError, make_offload, offload_activations
 from memkit.train.treatments import ChangedInputError
 
 RemedyName = Literal["recompute", "offload"]
+_TRANSFORMED = (
+    "the loss, or a block, calls torch.func.grad or another transform of functions, which torch does not run within "
+    "the saved tensor hooks that this takes"
+)
 _BODY = (
     " The body of the loop has run more than once: lists, counters and other objects outside of modules keep what each "
     "of its runs has changed. If it changes any, use train_step, which restores or names them."
@@ -79,11 +84,12 @@ class Remedies:
             "offload": self._known["offload"].arguments,
         }
 
-    @property
-    def failures(self) -> Kinds:
-        """Errors that show that blocks cannot be recomputed, or activations not be offloaded, if they are."""
-        recomputing = (ChangedInputError, CheckpointError) if self._checkpointing is not None else ()
-        return recomputing + ((WrittenAsideError,) if self._offload is not None else ())
+    def has_caused(self, error: BaseException) -> bool:
+        """Return whether an error shows that blocks cannot be recomputed, or activations not be offloaded, if so."""
+        if self._offload is not None and (isinstance(error, WrittenAsideError) or is_refused_transform(error)):
+            return True
+        is_of_block = isinstance(error, (ChangedInputError, CheckpointError)) or is_refused_transform(error)
+        return self._checkpointing is not None and is_of_block
 
     @property
     def recomputed(self) -> tuple[str, ...]:
@@ -130,8 +136,7 @@ class Remedies:
         else:
             done += "blocks that ran again did not give the same gradient."
         self.tell("no recompute", self._message[0], done)
-        self._can = [each for each in self._can if each != "recompute"]
-        self._close_checkpointing()
+        self._stop_recomputing()
 
     def around(self) -> contextlib.AbstractContextManager[object] | None:
         """Return the context for forward, if there is one."""
@@ -151,10 +156,7 @@ class Remedies:
             is_on = {"recompute": self._checkpointing, "offload": self._offload}
             self._left = [each for each in self._can if is_on[each] is None]
         if isinstance(failure, Failed):
-            if isinstance(failure.error, WrittenAsideError):
-                self._can, self._offload = [each for each in self._can if each != "offload"], None
-            else:
-                self.settle(is_equal=False)
+            self._revert(failure.error)
             return True
         while self._left:
             name = self._left.pop(0)
@@ -165,6 +167,20 @@ class Remedies:
                     self.tell(name, *self._message)
                 return True
         return is_last and self._offload_alone(failure, what)
+
+    def _revert(self, error: BaseException) -> None:
+        """Turn off, for good, the remedy that has caused an error."""
+        is_refused = is_refused_transform(error)
+        if self._offload is not None and (is_refused or isinstance(error, WrittenAsideError)):
+            self._can, self._offload = [each for each in self._can if each != "offload"], None
+            if is_refused:
+                self.tell("no offload", self._message[0], f"without offloading activations: {_TRANSFORMED}.")
+        elif is_refused:
+            self._is_refuted = True
+            self.tell("no recompute", self._message[0], f"without recomputing blocks in backward: {_TRANSFORMED}.")
+            self._stop_recomputing()
+        else:
+            self.settle(is_equal=False)
 
     def _offload_alone(self, failure: Failure, what: str) -> bool:
         """Do without recomputing: a block that runs again is there as a whole, where its tensors could wait outside."""
@@ -219,6 +235,10 @@ class Remedies:
         which = "all activations are offloaded instead of those in the plan" if self._has_plan else ""
         which = which or "activations are offloaded"
         return f"from now on {which}: {effect}. {self._code['offload']} does so from the start."
+
+    def _stop_recomputing(self) -> None:
+        self._can = [each for each in self._can if each != "recompute"]
+        self._close_checkpointing()
 
     def _close_checkpointing(self) -> None:
         if self._checkpointing is not None:

@@ -55,6 +55,7 @@ from memkit._torch.dispatch import LeanDispatchMode, OpOverload, current_modes, 
 from memkit._torch.graph import current_backward, is_called_by_transform, saving_hooks
 from memkit._torch.operators import kernel_of
 from memkit._torch.script import as_written
+from memkit.train.checks import check_transforms
 from memkit.train.offload import offload_activations
 
 _CALL = "with treat_saved_tensors(plan): ..."
@@ -200,6 +201,8 @@ class treat_saved_tensors(AbstractContextManager["treat_saved_tensors"]):  # noq
         running, self._running = self._running, None
         if running is not None:
             running.__exit__(*error)
+            if isinstance(error[1], RuntimeError):
+                check_transforms(error[1], call=_CALL)
 
     def _last_save(self) -> int:
         """Return how far to follow the next forward: to its end now and then, in rehearsals, and if kinds differ."""

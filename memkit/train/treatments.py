@@ -26,6 +26,7 @@ from memkit._torch.graph import have_tangents, is_transforming
 from memkit._torch.pytree import tree_leaves
 from memkit._torch.script import as_written
 from memkit._torch.tensors import bit_sums, versions_of
+from memkit.train.checks import check_transforms
 from memkit.train.models import device_of
 from memkit.train.nesting import LookInside, Nesting
 from memkit.train.offload import offload_activations
@@ -205,7 +206,11 @@ class TreatedForward:
         forward = _AsPassed(forward, (args, kwargs), passed.held, Flags(passed.tensors))
         if _OWN_SETTINGS & kwargs.keys():  # checkpoint() would consume these itself
             forward, kwargs = functools.partial(forward, **kwargs), {}
-        out = checkpoint(forward, *args, use_reentrant=False, context_fn=self._contexts, **kwargs)
+        try:
+            out = checkpoint(forward, *args, use_reentrant=False, context_fn=self._contexts, **kwargs)
+        except RuntimeError as error:
+            check_transforms(error, call=f"the forward of the block {self._name!r} with checkpoint {self.treatment!r}")
+            raise
         is_changed = versions != versions_of(passed.tensors)
         if is_changed and any(tensor.requires_grad for tensor in _tensors(out)):  # otherwise it is never recomputed
             raise ChangedInputError(

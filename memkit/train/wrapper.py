@@ -69,8 +69,6 @@ _NEEDS_GRAPH = "create_graph"  # in the errors of AdaHessian and others of its k
 _CALL = WRAPPER.kind
 _STATE = ("accumulator", "scaler", "sizes")
 _STEP = "trainer.train_step(batch, loss_fn)"
-# In torch's errors:
-_NO_HOOKS = "don't yet support saved tensor hooks"
 Reduction = Literal["mean", "sum"]
 OnOom = Literal["exact", "inexact", "raise"]
 
@@ -769,15 +767,6 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing, Overviewed):
         try:
             self._backward(self._evaluate(micro, loss_fn), _STEP)
         except RuntimeError as error:
-            if _NO_HOOKS in str(error):
-                raise ConfigError(
-                    _STEP,
-                    got="a loss that calls torch.func.grad, or another transform of functions, beside checkpoint=... "
-                    "or offload={'activations'}: torch does not run these within its saved tensor hooks",
-                    expected="checkpoint=None and no offloaded activations for such a loss",
-                    fix="write MemoryEfficientTrainingWrapper(model, optimizer) without checkpoint= and offload=, or "
-                    "compute the inner gradients with torch.autograd.grad(loss, parameters, create_graph=True).",
-                ) from error
             check_spent_graph(error, call=_STEP)
             raise
 

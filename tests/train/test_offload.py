@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import memkit as mk
-from memkit._core.errors import StateError
+from memkit._core.errors import ConfigError, StateError
 from memkit._recorder.recorder import Recorder
 from memkit._simulation.tensors import Tensors
 from memkit.train import offload as offloading
@@ -586,6 +586,22 @@ def test_zeros_of_forward_mode_have_no_memory_to_move():
 
     assert_same(found(offload), found(contextlib.nullcontext()))
     assert offload.pack(torch._efficientzerotensor(64, 64)).unpack()._is_zerotensor()
+
+
+def test_transforms_that_take_gradients_are_refused_with_a_way_out():
+    """Torch's own error names neither the hooks' owner nor a way out."""
+    layer, x = nn.Linear(6, 6), torch.randn(5, 6)
+    offload = offload_activations(to="disk")
+
+    def run():
+        with offload:
+            torch.func.jacrev(layer)(x)
+
+    assert_refused(run, ConfigError, "with offload_activations", "torch.func.grad", "create_graph=True")
+    with offload:  # the hooks are gone, and come again
+        loss = layer(x).square().mean()
+    torch.func.grad(lambda x: layer(x).sum())(x)
+    loss.backward()
 
 
 @pytest.mark.parametrize("inplace", [False, True])

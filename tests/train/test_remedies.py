@@ -233,6 +233,75 @@ def test_offload_that_the_model_does_not_bear_is_taken_back():
     assert seen == [8]
 
 
+def compares_slopes(model, x):
+    """Rows are compared, so that a split is not allowed, by a transform that no offload of activations bears."""
+    slopes = torch.func.grad(lambda out: out.pow(3).sum())(model(x))
+    return (slopes[:, None] - slopes[None]).square().mean()
+
+
+@pytest.mark.parametrize("own_loop", [False, True])
+def test_offload_beside_transforms_is_taken_back_for_good(own_loop):
+    """Torch runs no torch.func.grad within saved tensor hooks; the user, who set none, is told of the memory."""
+
+    def loss_fn(model, x):
+        loss = compares_slopes(model, x)
+        if len(x) > 4:
+            out_of_memory()
+        return loss
+
+    def train(trainer, x):
+        if not own_loop:
+            return trainer.train_step(x, loss_fn)
+        for attempt in trainer.microbatches(x):
+            with attempt as micro:
+                trainer.backward(loss_fn(trainer.model, micro))
+        return trainer.step()
+
+    model, x = normed(), X.double()
+    with trainer_of(model) as trainer:
+        with pytest.warns(mk.MemkitWarning, match=r"without offloading activations: the loss, .* calls torch\.func"):
+            caught = assert_refused(lambda: train(trainer, x), mk.MemkitOutOfMemoryError, "changes its gradient")
+        assert isinstance(caught.__cause__, torch.OutOfMemoryError)
+        assert "offload" not in caught.fix
+        train(trainer, x[:4])
+        assert trainer.num_steps == 1
+
+
+def test_a_step_of_transforms_survives_an_out_of_memory_that_passes():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+    twin = copy.deepcopy(model)
+    _, result, _, told = step(once(compares_slopes), model)
+    compares_slopes(twin, X.double()).backward()
+    torch.optim.SGD(twin.parameters(), lr=0.1).step()
+    assert result.sizes == (8,)
+    assert any("without offloading activations" in each for each in told)
+    same(model, twin, rtol=0, atol=0)
+
+
+class Sloped(Block):
+    """A block that calls a transform, once it is told to."""
+
+    slopes = False
+
+    def forward(self, x):
+        out = super().forward(x)
+        return out + torch.func.grad(lambda x: self.linear(x).square().sum())(x) if self.slopes else out
+
+
+def test_blocks_that_begin_to_call_transforms_are_not_recomputed_any_more():
+    model = nn.Sequential(nn.Linear(8, 8), Sloped(), Sloped(), nn.Linear(8, 1)).double()
+    with trainer_of(model) as trainer:
+        with pytest.warns(mk.MemkitWarning, match="run again in backward"):
+            trainer.train_step(X.double(), Fails(most=4, needs="recompute"))
+        Sloped.slopes = True
+        try:
+            with pytest.warns(mk.MemkitWarning, match=r"without recomputing blocks in backward: .* torch\.func\.grad"):
+                trainer.train_step(X.double(), mean_square)
+            assert not trainer.checkpointed_blocks
+        finally:
+            Sloped.slopes = False
+
+
 def test_inexact_splits_with_a_warning():
     _, result, _, told = step(Fails(most=4), normed(), on_oom="inexact")
     assert result.sizes == (4, 4)

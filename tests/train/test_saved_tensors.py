@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import memkit as mk
-from memkit._core.errors import FileFormatError, InputTypeError, MemkitWarning, StateError
+from memkit._core.errors import ConfigError, FileFormatError, InputTypeError, MemkitWarning, StateError
 from memkit._tape.plan import SavedTensorPlan
 from memkit._tape.tape import SavedKind, counts
 from memkit._torch.dispatch import TorchDispatchMode, current_modes
@@ -679,6 +679,17 @@ def test_does_nothing_without_gradients():
     with torch.no_grad(), treated:
         model(x)
     assert treated.num_recomputed == 0
+
+
+def test_a_plan_around_transforms_that_take_gradients_is_refused():
+    model, x = block(), torch.randn(8, 32)
+    treated = treat_saved_tensors(everything(operators_of(lambda: model(x).sum())))
+
+    def run():
+        with treated:
+            torch.func.grad(lambda x: model(x).sum())(x)
+
+    assert_refused(run, ConfigError, "with treat_saved_tensors(plan)", "without checkpoint=, saved_tensors=")
 
 
 def test_wrong_calls():

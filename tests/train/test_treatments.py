@@ -27,7 +27,7 @@ from memkit._tape.kept import is_kept
 from memkit.train.checkpointing import Checkpointing
 from memkit.train.treatments import TREATMENTS, BlockOffload, ChangedInputError
 from tests.allocations import trace_allocations
-from tests.helpers import Noted, assert_same, gradient_of, gradients, one_in
+from tests.helpers import Noted, assert_refused, assert_same, gradient_of, gradients, one_in
 from tests.ranks import join, leave, spawn
 from tests.toys import mean_square, trainer_of
 from tests.train.faults import FailingOperator
@@ -333,6 +333,17 @@ def per_sample(model, x):
 
 def slopes(model, x):
     return torch.func.vmap(torch.func.jacrev(model))(x).square().mean()
+
+
+@pytest.mark.parametrize("treatment", TREATMENTS)
+def test_a_block_that_calls_a_transform_is_refused(treatment):
+    class Sloping(nn.Linear):
+        def forward(self, x):
+            return torch.func.grad(lambda x: super(Sloping, self).forward(x).square().sum())(x)
+
+    model, x = nn.ModuleList([Sloping(4, 4)]), torch.randn(3, 4)
+    with Checkpointing(model, {"0": treatment}):
+        assert_refused(lambda: model[0](x), mk.errors.ConfigError, "torch.func.grad", "without checkpoint=")
 
 
 @pytest.mark.parametrize("loss_fn", [per_sample, slopes])
