@@ -7,7 +7,7 @@ import inspect
 import numbers
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NoReturn, TypeAlias
 
 import numpy as np
 import torch
@@ -50,8 +50,8 @@ class Loss:
             dataclasses. ``result.outputs`` has it for each micro-batch, with these tensors detached.
 
     Raises:
-        InputError: Both or neither of ``mean`` and ``sum``, a ``sum`` without a ``count``, or more than one element in
-            the loss or in the count.
+        InputError: Both or neither of ``mean`` and ``sum``, a ``sum`` without a ``count``, more than one element in
+            the loss or in the count, or a complex loss.
         InputTypeError: The loss is not a tensor, or the count is neither a number nor a tensor.
 
     Memory cost: none; ``outputs`` are held for as long as the result is.
@@ -95,6 +95,8 @@ class Loss:
                 expected="a scalar with its graph",
                 fix="reduce the loss: mk.Loss(mean=losses.mean()) or mk.Loss(sum=losses.sum(), count=n).",
             )
+        if self.value.is_complex():
+            refuse_complex(self.value, call=f"mk.Loss({self.reduction}=...)")
         if self.sum is not None and self.count is None:
             raise InputError(
                 "mk.Loss(sum=...)",
@@ -250,12 +252,15 @@ def read_loss(result: object, *, call: str) -> Loss:
         call: The user's call, for the message.
 
     Raises:
-        InputError: The result is a tuple or a list, which does not say what its entries are, or several numbers.
+        InputError: The result is a tuple or a list, which does not say what its entries are, several numbers, or a
+            complex one.
         InputTypeError: The result is anything else.
     """
     if isinstance(result, Loss):
         return result
     if isinstance(result, Tensor):
+        if result.is_complex():
+            refuse_complex(result, call=call)
         if result.numel() == 1:
             return _unchecked(result, None, None, None)
         raise InputError(
@@ -280,6 +285,20 @@ def read_loss(result: object, *, call: str) -> Loss:
         got=f"a {'float' if isinstance(result, float) else type(result).__name__}",
         expected="the mean loss as a 0-dim tensor, or mk.Loss(...)",
         fix=_fix(result),
+    )
+
+
+def refuse_complex(loss: Tensor, *, call: str) -> NoReturn:
+    """Refuse a complex loss. Plain ``loss.backward()`` does so too, but a backward with a given slope does not.
+
+    Raises:
+        InputError: Always.
+    """
+    raise InputError(
+        call,
+        got=f"a complex loss ({loss.dtype})",
+        expected="a real loss: nothing is smaller or larger than a complex number",
+        fix="take its size, as in `return loss.abs()` or `d.abs().square().mean()`; or its real part, loss.real.",
     )
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from memkit._core.errors import ConfigError, InputError, InputTypeError
 from memkit._core.words import guided
-from memkit._gradients.loss import Loss
+from memkit._gradients.loss import Loss, refuse_complex
 from memkit._gradients.streamed import accumulator_dtype, num_rows_of, refuse_transforms, sum_of_chunks
 from memkit._torch import pytree
 from memkit._torch.compiler import runs_eagerly
@@ -158,7 +158,8 @@ class _Problem:
             loss_sum, chunk_count = (
                 _read_sum(output, self.name) if isinstance(output, Loss) else _read_losses(output, chunk, self.name)
             )
-            _check_real(loss_sum, self.name)
+            if loss_sum.is_complex():
+                refuse_complex(loss_sum, call=self.name)
             count = count + chunk_count
             dtype = output.value.dtype if isinstance(output, Loss) else output.dtype
             return loss_sum
@@ -226,16 +227,6 @@ def check_row_reduction(reduction: object, call: str) -> None:
             fix="multiply the losses by the weights inside the function, or compute losses per row with chunked_map."
             if reduction == "none"
             else "pass reduction='mean'.",
-        )
-
-
-def _check_real(loss: Tensor, call: str) -> None:
-    if loss.is_complex():
-        raise InputError(
-            call,
-            got=f"complex losses ({loss.dtype}) from fn",
-            expected="real losses, which have a gradient",
-            fix="return losses.abs(), losses.abs().square() or losses.real.",
         )
 
 

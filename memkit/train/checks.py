@@ -13,7 +13,7 @@ import torch
 from memkit._core.errors import ConfigError, FileFormatError, InputError, InputTypeError, StateError, warn_user
 from memkit._core.printable import short
 from memkit._core.settings import Checker, check_version
-from memkit._gradients.loss import Loss
+from memkit._gradients.loss import Loss, refuse_complex
 from memkit._recovery.attempt import Done, unless_failed
 
 
@@ -44,7 +44,7 @@ def check_loss(loss: object, *, call: str, count: object = None) -> None:
 
     Raises:
         InputTypeError: It is not a tensor.
-        InputError: It has more than one element, or no graph.
+        InputError: It has more than one element, is complex, or has no graph.
     """
     if not isinstance(loss, torch.Tensor):
         raise InputTypeError(
@@ -57,6 +57,8 @@ def check_loss(loss: object, *, call: str, count: object = None) -> None:
             if isinstance(loss, Mapping)
             else "pass the loss itself, not loss.item().",
         )
+    if loss.is_complex():
+        refuse_complex(loss, call=call)
     is_number = isinstance(count, int | float) or (isinstance(count, torch.Tensor) and count.numel() == 1)
     is_nothing = not loss.requires_grad and is_number and bool(count == 0)
     if loss.numel() != 1 or not (loss.requires_grad or is_nothing):

@@ -18,7 +18,7 @@ from memkit._core.printable import list_some
 from memkit._core.settings import Checker
 from memkit._core.words import guided
 from memkit._gradients.left import LeftResults
-from memkit._gradients.loss import Loss
+from memkit._gradients.loss import Loss, refuse_complex
 from memkit._recovery.replay import contexts_of
 from memkit._recovery.snapshot import StateWatch
 from memkit._torch import pytree
@@ -266,6 +266,8 @@ def _check_loss(loss: object) -> None:
     if not isinstance(loss, torch.Tensor):
         fix = "end loss_on_embeddings with `return loss`."
         raise InputTypeError(call, got=f"a {type(loss).__name__}", expected=expected, fix=fix)
+    if loss.is_complex():
+        refuse_complex(loss, call=call)
     if loss.numel() != 1:
         fix = "end loss_on_embeddings with `return losses.mean()`."
         raise InputError(call, got=f"a loss of shape {tuple(loss.shape)}", expected=expected, fix=fix)

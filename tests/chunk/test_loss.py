@@ -110,7 +110,7 @@ def test_one_number_from_the_function_is_refused(model, rows):
     [
         (torch.ones(1), r"shape \(1,\) from fn for 8 rows"),
         (3.0, "a float from fn"),
-        (torch.ones(8) * 1j, r"complex losses \(torch.complex64\).*losses.abs\(\)"),
+        (torch.ones(8) * 1j, r"a complex loss \(torch.complex64\).*loss.abs\(\)"),
         ((torch.ones(()), 8), r"a tuple from fn.*mk.Loss\(sum=loss_sum, count=n\)"),
         (mk.Loss(mean=torch.ones(())), "without its count from fn"),
         (mk.Loss(sum=torch.ones(()), count=8, outputs={}), r"mk.Loss\(outputs=...\) from fn.*chunked_map"),

@@ -118,6 +118,7 @@ TUPLE = (
     r"whose entries are ambiguous.*return mk\.Loss\(sum=loss_sum, count=n\).*"
     r"return mk\.Loss\(mean=loss, count=n\).*return mk\.Loss\(mean=loss, outputs=\.\.\.\)"
 )
+COMPLEX = r"got a complex loss \(torch\.complex.*return loss\.abs\(\)"
 BESIDE = r"return mk\.Loss\(mean=loss, outputs=\.\.\.\)"
 RETURNS = {
     "no entries": (lambda loss, _: (), mk.errors.InputError, "a tuple of no entries, " + TUPLE),
@@ -137,6 +138,7 @@ RETURNS = {
         "got a dict.*" + BESIDE,
     ),
     "float": (lambda loss, _: 1.5, mk.errors.InputTypeError, r"got a float.*not loss\.item\(\)"),
+    "complex": (lambda loss, _: loss * (1 + 1j), mk.errors.InputError, COMPLEX),
     "None": (lambda loss, _: None, mk.errors.InputTypeError, r"got a NoneType.*end loss_fn with `return loss`"),
 }
 
@@ -206,12 +208,42 @@ OF_A_PLAN = {
 
 @pytest.mark.parametrize(
     ("where", "name"),
-    [*itertools.product(OF_ONE_LOSS, RETURNS), *itertools.product(OF_A_PLAN, ("loss and accuracy", "loss and count"))],
+    [
+        *itertools.product(OF_ONE_LOSS, RETURNS),
+        *itertools.product(OF_A_PLAN, ("loss and accuracy", "loss and count", "complex")),
+    ],
 )
 def test_every_caller_of_a_loss_rejects_other_returns_with_way_out(where, name):
     call, words = (OF_ONE_LOSS | OF_A_PLAN)[where]
     loss_fn, error, text = returning(name)
     assert_refused(lambda: call(loss_fn), error, words + text)
+
+
+def in_a_loop(loss):
+    trainer = trainer_of(make_model(), accumulation_steps=2)
+    for attempt in trainer.microbatches(make_batch()):
+        with attempt as micro:
+            trainer.backward(loss(trainer.model(micro[0])), count=len(micro[0]))
+
+
+def in_an_accumulator(loss):
+    model = make_model()
+    mk.GradientAccumulator(SGD(model.parameters(), lr=0.1)).backward(loss(model(make_batch()[0])), count=10)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda loss: mk.Loss(mean=loss(torch.ones(3, requires_grad=True))),
+        lambda loss: mk.Loss(sum=loss(torch.ones(3, requires_grad=True)), count=3),
+        in_a_loop,
+        in_an_accumulator,
+        lambda loss: mk.train.cached_backward(make_model(), make_batch()[0], loss, chunk_size=4),
+    ],
+)
+def test_complex_losses_are_refused_wherever_they_are_passed(call):
+    """Torch refuses them in `loss.backward()` alone: with a weight, it takes one half of the gradient in silence."""
+    assert_refused(lambda: call(lambda out: out.square().mean() * 1j), mk.errors.InputError, COMPLEX)
 
 
 def gradient_of(loss_fn, batch, steps):
