@@ -22,6 +22,7 @@ from memkit._torch.autocast import without_gradients
 from memkit._torch.graph import saved
 from memkit.memory.manager import MemoryManager
 from memkit.recipes.order import tell_epoch
+from memkit.train.divisors import divisors
 from memkit.train.gradients import graph_nodes
 from memkit.train.split import SplitFn, count_rows
 from memkit.train.split_loss import SplitLoss
@@ -134,8 +135,8 @@ class MemoryEfficientTrainer(Trainer):  # type: ignore[misc]  # not there for ev
 
     How parts are weighted: if the loss is a sum divided by ``num_items_in_batch``, parts add up. Whether it is one is
     measured on the first part, since many models accept the number and ignore it. Otherwise the loss is a mean,
-    weighted by the count read from the graph (that of its cross-entropy), or by the rows if no label is ignored. Any
-    other loss is refused.
+    weighted by the count read from the graph (that of its cross-entropy), or by the rows if no label is ignored and a
+    cross-entropy with ``reduction="none"``, if there is one, is seen to end in a mean. Any other loss is refused.
 
     Memory and time cost: those of `SplitLoss`, plus two forwards of the first part, once.
 
@@ -276,15 +277,58 @@ def _count_items(loss: torch.Tensor, part: Mapping[str, Any]) -> float:
         return counts.pop()
     labels = part.get("labels")
     has_ignored = isinstance(labels, torch.Tensor) and not labels.is_floating_point() and bool(labels.eq(-100).any())
-    if not counts and not has_ignored:
-        return count_rows(part)
-    raise InputError(
+    if not has_ignored and all(saved(node, "reduction") == 0 for node in nodes):
+        num_rows = count_rows(part)
+        if _is_mean_over_rows(loss, {saved(node, "target").numel() for node in nodes}, num_rows):
+            return num_rows
+    raise _uncounted(counts, has_ignored=has_ignored, has_labels=labels is not None)
+
+
+def _is_mean_over_rows(loss: torch.Tensor, sizes: set[int], num_rows: int) -> bool:
+    """Return whether a loss is a mean over the rows, or over all elements of its unreduced cross-entropies.
+
+    Args:
+        loss: The loss.
+        sizes: Numbers of elements of its cross-entropies with ``reduction="none"``. Without any, nothing can be read
+            from the graph, and it counts as one.
+        num_rows: Number of rows.
+    """
+    if not sizes:
+        return True
+    numbers = {num_rows, *sizes} if all(size % num_rows == 0 for size in sizes) else set()
+    terms = divisors(loss)
+    return bool(terms) and all(
+        each.operators[-1].startswith("Mean") and each.factors[-1:] and each.factors[-1] in numbers for each in terms
+    )
+
+
+def _uncounted(counts: set[float], *, has_ignored: bool, has_labels: bool) -> InputError:
+    """Return the error for a mean whose number of items is not known.
+
+    Args:
+        counts: Those that cross-entropies have saved; -1 for one that is not a mean by itself.
+        has_ignored: Whether labels are ignored.
+        has_labels: Whether the batch has ``labels``: without them, a `Trainer` counts no items.
+    """
+    got = "a mean loss over an unknown number of items"
+    if -1.0 in counts:
+        got = "a cross-entropy with reduction='none' or 'sum' whose graph does not show a mean over all rows"
+    elif counts:
+        shown = " and ".join(f"{each:g}" for each in sorted(counts))
+        got = f"a loss of several cross-entropies, which are means over different numbers of items ({shown})"
+    divide = "pass compute_loss_func=..., which divides a sum by num_items_in_batch"
+    if not has_labels:
+        divide = (
+            "ignore the same rows in all targets of the batch (both start and end of an answer outside of the window), "
+            "so that their counts agree; or let data_collator=... put all targets into batch['labels'], -100 where "
+            f"ignored, without which a Trainer counts no items, and {divide}"
+        )
+    return InputError(
         f"{_CALL}: splitting a batch",
-        got="a mean loss over an unknown number of items"
-        + (", and labels that are ignored (-100)" if has_ignored else ""),
-        expected="one cross-entropy, or labels without ignored ones",
-        fix="pass compute_loss_func=..., which divides a sum by num_items_in_batch; or keep batches whole with "
-        "num_microbatches=1, on_oom='raise'.",
+        got=got + (", and labels that are ignored (-100)" if has_ignored else ""),
+        expected="one cross-entropy; or labels without ignored ones, and a mean over the rows, such as focal.mean() of "
+        "a cross-entropy with reduction='none'",
+        fix=f"{divide}; or keep batches whole with num_microbatches=1, on_oom='raise'.",
     )
 
 

@@ -13,6 +13,7 @@ import transformers
 from torch import nn
 from transformers import (
     GPT2Config,
+    GPT2ForQuestionAnswering,
     GPT2ForSequenceClassification,
     GPT2LMHeadModel,
     T5Config,
@@ -20,6 +21,7 @@ from transformers import (
     Trainer,
     TrainerCallback,
     TrainingArguments,
+    default_data_collator,
 )
 
 import memkit as mk
@@ -241,6 +243,56 @@ def own():
     return OwnModule(), {"input_ids": tokens()["input_ids"], "labels": torch.linspace(-1, 1, 6, dtype=torch.float64)}
 
 
+class Focal(nn.Module):
+    """Means over rows, or over all their tokens, made from a cross-entropy with reduction="none"."""
+
+    def __init__(self, reduce=torch.mean):
+        super().__init__()
+        self.embed, self.head, self.reduce = nn.Embedding(256, 8), nn.Linear(8, 4), reduce
+
+    def forward(self, input_ids, labels):
+        hidden = self.embed(input_ids)
+        logits = self.head(hidden if labels.dim() == 2 else hidden.mean(1))
+        losses = F.cross_entropy(logits.movedim(-1, 1), labels, reduction="none")
+        return {"loss": self.reduce((1 - (-losses).exp()) ** 2 * losses)}
+
+
+def focal():
+    return Focal(), classes()
+
+
+def focal_of_tokens():
+    ids = tokens()["input_ids"]
+    return Focal(), {"input_ids": ids, "labels": ids % 4}
+
+
+def focal_of_rows():
+    ids = tokens()["input_ids"]
+    return Focal(lambda losses: 0.7 * losses.mean(1).mean()), {"input_ids": ids, "labels": ids % 4}
+
+
+def answers(start=(0, 3, 24, 5, 24, 7), end=(1, 4, 24, 6, 24, 24)):
+    """Questions with answers at these tokens; the model ignores those after the last one, here 24."""
+    model = GPT2ForQuestionAnswering(GPT2Config(**SMALL, num_labels=2))
+    targets = {"start_positions": torch.tensor(start), "end_positions": torch.tensor(end)}
+    return model, {"input_ids": tokens()["input_ids"]} | targets
+
+
+def agreeing_answers():
+    return answers(start=(0, 3, 24, 5, 24, 24))
+
+
+def answers_as_labels(rows):
+    batch = default_data_collator(rows)
+    labels = torch.stack([batch.pop("start_positions"), batch.pop("end_positions")], 1)
+    return batch | {"labels": labels.masked_fill(labels == 24, -100)}
+
+
+def answers_loss(outputs, labels, num_items_in_batch=None):
+    logits = torch.stack([outputs.start_logits, outputs.end_logits], 2)
+    return F.cross_entropy(logits, labels, reduction="sum") / num_items_in_batch
+
+
 def loss_func(outputs, labels, num_items_in_batch=None):
     loss = F.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
     return loss / num_items_in_batch
@@ -280,6 +332,17 @@ CASES = {
     "classifier": (classifier, {}, {}, Trainer, MemoryEfficientTrainer),
     "translator": (translator, {}, {}, Trainer, MemoryEfficientTrainer),
     "own module": (own, {}, {}, Trainer, MemoryEfficientTrainer),
+    "focal": (focal, {}, {}, Trainer, MemoryEfficientTrainer),
+    "focal of tokens": (focal_of_tokens, {}, {}, Trainer, MemoryEfficientTrainer),
+    "focal of rows": (focal_of_rows, {}, {}, Trainer, MemoryEfficientTrainer),
+    "agreeing answers": (agreeing_answers, {}, {}, Trainer, MemoryEfficientTrainer),
+    "answers as labels": (
+        answers,
+        {},
+        {"data_collator": answers_as_labels, "compute_loss_func": answers_loss},
+        Trainer,
+        MemoryEfficientTrainer,
+    ),
     "smoothed": (causal, {"label_smoothing_factor": 0.1}, {}, Trainer, MemoryEfficientTrainer),
     "loss function": (causal, {}, {"compute_loss_func": loss_func}, Trainer, MemoryEfficientTrainer),
     "own compute_loss": (causal, {}, {}, PlainOwnLoss, OwnLoss),
@@ -350,6 +413,30 @@ def test_unweighable_loss_is_rejected_or_runs_whole(model, match, tmp_path):
         one_step(MemoryEfficientTrainer, lambda: (model(), tokens()), tmp_path, num_microbatches=2)
     trainer = one_step(MemoryEfficientTrainer, lambda: (model(), tokens()), tmp_path)
     assert math.isfinite(trainer.state.log_history[-1]["train_loss"])
+
+
+UNREDUCED = r"a cross-entropy with reduction='none' or 'sum' whose graph does not show a mean over all rows;"
+
+
+@pytest.mark.parametrize(
+    "reduce",
+    [
+        torch.sum,
+        lambda losses: losses.topk(2).values.mean(),
+        lambda losses: (losses * (weights := torch.arange(1.0, 1 + len(losses)).double())).sum() / weights.sum(),
+        lambda losses: losses.mean() + losses.var(),
+    ],
+)
+def test_other_reductions_of_a_cross_entropy_are_refused(reduce, tmp_path):
+    with pytest.raises(mk.errors.InputError, match=UNREDUCED):
+        one_step(MemoryEfficientTrainer, lambda: (Focal(reduce), classes()), tmp_path, num_microbatches=2)
+
+
+def test_a_batch_without_labels_is_refused_with_ways_out_that_work(tmp_path):
+    """The ways out are the cases "agreeing answers" and "answers as labels"."""
+    match = r"different numbers of items \(. and .\).*ignore the same rows.*batch\['labels'\].*compute_loss_func"
+    with pytest.raises(mk.errors.InputError, match=match):
+        one_step(MemoryEfficientTrainer, answers, tmp_path, num_microbatches=2)
 
 
 class Compared(OwnModule):
