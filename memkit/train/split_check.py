@@ -56,8 +56,8 @@ _FROM_A_PLACE = (
 )
 _ALL_SELECTED = (
     "the step selects rows by their values, a fixed number of them or all if there are fewer, and of the {compared} "
-    "rows that were compared it took all. Where it is to select among the rows of the whole batch, keep the batch whole, "
-    "or select by a threshold"
+    "rows that were compared it took all. Where it is to select among the rows of the whole batch, keep the batch "
+    "whole, or select by a threshold"
 )
 _MAX_HALF_BYTES = 256 * MIB  # of half-precision parameters that are checked in float32
 _FIT = 1e-3  # how well other weights must explain the whole
