@@ -1,4 +1,4 @@
-"""Which modules are the user's own, and which are installed packages."""
+"""Which modules and files are the user's own, and which are of installed packages."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ def is_users_module(module: ModuleType | None) -> bool:
     """Whether a module is the user's own, not an installed one."""
     if module is None or module.__name__ in sys.builtin_module_names:
         return False
-    return _is_users_file(str(getattr(module, "__file__", "")))
+    return is_users_file(str(getattr(module, "__file__", "")))
 
 
 @lru_cache(maxsize=4096)  # each search for what a forward holds asks again
-def _is_users_file(file: str) -> bool:
+def is_users_file(file: str) -> bool:
+    """Whether a file of code is the user's own, typed in a console, or frozen; not an installed one."""
     return not file.startswith(_INSTALLED) and _SITES.isdisjoint(Path(file).parts)

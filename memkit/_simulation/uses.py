@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import builtins
 import dis
+import inspect
 import linecache
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -20,6 +21,8 @@ from itertools import islice
 from pathlib import Path
 from types import FrameType
 from typing import Any
+
+from memkit._core.installed import is_users_file
 
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.Module)
 _CONDITIONAL = (ast.If, ast.While, ast.Assert)
@@ -105,13 +108,23 @@ def is_caught(frame: FrameType | None, error: ast.expr | type[BaseException]) ->
                         return True
                     kind = _error_of(body, frame) or kind
                     break
-        frame = frame.f_back
+        frame = None if _is_program(frame) else frame.f_back
     return False
 
 
 def _runs_the_step(frame: FrameType) -> bool:
     package, _, _ = str(frame.f_globals.get("__name__", "")).partition(".")
     return package in _RUNNING_TESTS or frame.f_code.co_filename.startswith(_RUNNING)
+
+
+def _is_program(frame: FrameType) -> bool:
+    """Whether installed code runs a frame's code as a program: a script, a cell of a notebook, a line of a console.
+
+    Such code catches all errors, to show them, and the program has ended. A program that the user's own code runs by
+    `exec` may go on there; importlib and runpy are frozen, and catch nothing that they do not raise again.
+    """
+    is_function = frame.f_code.co_flags & inspect.CO_NEWLOCALS
+    return not is_function and frame.f_back is not None and not is_users_file(frame.f_back.f_code.co_filename)
 
 
 def _may_catch(caught: type | None, raised: type | None) -> bool:

@@ -326,6 +326,42 @@ def test_a_branch_on_the_float_of_a_loss_is_not_known(capfd, tmp_path_factory):
     assert "script.py:5 in <module> uses a guessed value where memkit cannot follow it" in unfolded(out)
 
 
+CHECKED = """
+import torch
+from torch.distributions import Normal
+model = torch.nn.Linear(8, 2).cuda()
+y = model(torch.randn(4, 8).cuda()).exp()
+{check}
+y.mean().backward()
+"""
+GOES_ON = """
+try:
+    assert (y > 0).all()
+except AssertionError:
+    y = y.repeat(10**6, 1)
+"""
+
+
+@pytest.mark.parametrize(
+    ("check", "code", "text"),
+    [
+        ("assert (y > 0).all()", 0, "fits T4, assuming that 1 check of values passes"),
+        ("if not (y > 0).all():\n    raise ValueError", 0, "fits T4, assuming that 1 check of values passes"),
+        ("y = Normal(y, y).log_prob(y)", 0, "fits T4, assuming that 2 checks of values pass"),
+        (GOES_ON, 3, "script.py:8 in <module> branches on a guessed value: with another answer its memory differs"),
+        ("if not (y > 0).all():\n    1 / 0", 3, "let it raise its error itself, as `if not ok: raise ValueError(...)`"),
+    ],
+    ids=["assert", "raise", "distribution", "caught", "division"],
+)
+@pytest.mark.usefixtures("forked")
+def test_checks_that_raise_are_assumed_to_pass(capfd, tmp_path_factory, check, code, text):
+    script = tmp_path_factory.mktemp("checked") / "script.py"
+    script.write_text(CHECKED.format(check=check))
+    found, out, _ = dryrun(capfd, str(script), "--gpu", "T4")
+    assert found == code
+    assert text in unfolded(out)
+
+
 @pytest.mark.parametrize(
     ("line", "doubt", "code"),
     [

@@ -3,6 +3,9 @@
 Numbers that are written down, added up or only checked leave the verdict as it is.
 """
 
+import code
+import linecache
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -75,6 +78,47 @@ def test_guesses_on_a_card(step, target):
     estimate = gpu.estimate()
     assert bool(estimate.doubts) is (step in DECIDING)
     assert estimate.fits("T4") is (step not in DECIDING)
+
+
+CELL = """
+model = torch.nn.Linear(8, 8).cuda()
+if not (model(torch.randn(4, 8).cuda()) > -1e9).all():
+    raise ValueError("the check")
+"""
+
+
+class _Cells(code.InteractiveInterpreter):
+    """A console, as Jupyter's: installed code that catches what a cell raises, and shows it."""
+
+    def showtraceback(self):
+        raise AssertionError("the check raised") from sys.exception()
+
+
+def exec_and_go_on(compiled, names):
+    try:
+        exec(compiled, names)
+    except ValueError:
+        names["model"] = None
+
+
+RUNNERS = {
+    "console": lambda compiled, names: _Cells(names).runcode(compiled),
+    "own exec": exec,
+    "own exec that goes on": exec_and_go_on,
+}
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_only_handlers_of_the_users_own_code_catch_a_check(runner, monkeypatch):
+    lines = CELL.splitlines(keepends=True)
+    monkeypatch.setitem(linecache.cache, "<cell>", (len(CELL), None, lines, "<cell>"))  # as IPython does
+    names = {"torch": torch, "__name__": "__main__"}
+    with VirtualGPU("T4") as gpu:
+        RUNNERS[runner](compile(CELL, "<cell>", "exec"), names)
+    goes_on = runner == "own exec that goes on"
+    assert (names["model"] is None) is goes_on
+    assert bool(gpu.guesses.branches) is goes_on
+    assert [each.startswith("<cell>:3") for each in gpu.guesses.assumptions] == [True] * (not goes_on)
 
 
 def test_files_between_a_read_and_its_answer_are_there():

@@ -298,7 +298,8 @@ def _run(order: dict[str, Any], gpu: VirtualGPU, steps: StepCounter) -> tuple[st
             return "error", _problem(error, "the script exited: its own output above says why."), bool(compiled)
     except Exception as error:  # noqa: BLE001 - a script may raise anything
         traceback.print_exception(error.with_traceback(_own(error)))
-        return "error", _problem(error, _way_out(error)), bool(compiled)
+        after_guess = bool(gpu.guesses.branches or gpu.guesses.numbers)
+        return "error", _problem(error, _way_out(error, after_guess=after_guess)), bool(compiled)
     return _BY_ITSELF, None, bool(compiled)
 
 
@@ -354,8 +355,8 @@ def _own(error: BaseException) -> TracebackType | None:
     return rest
 
 
-def _way_out(error: BaseException | None) -> str:
-    """Suggest a fix for a script's error, based on its type."""
+def _way_out(error: BaseException | None, *, after_guess: bool) -> str:
+    """Suggest a fix for a script's error, based on its type and on whether a guessed value may have led to it."""
     if isinstance(error, MemkitError):
         return error.fix.replace("selected_fraction=", "--selected-fraction ")
     if isinstance(error, ModuleNotFoundError):
@@ -370,6 +371,11 @@ def _way_out(error: BaseException | None) -> str:
         chain = chain.__cause__ or chain.__context__
     if isinstance(error, FileNotFoundError):
         return f"prepare {error.filename or 'the data'} as for training, and run in the folder in which you train."
+    if after_guess:
+        return (
+            "see the script's traceback above; if a guessed value led there, leave its check out, or let it raise its "
+            "error itself, as `if not ok: raise ValueError(...)`, which is assumed to pass: see docs/virtual-gpu.md."
+        )
     return (
         "see the script's traceback above; if it does not fail on a real GPU, it uses something that the virtual card "
         "lacks, such as kernels of its own: see docs/virtual-gpu.md."
