@@ -233,6 +233,7 @@ def test_writes_are_visible_to_the_script_only(capfd, tmp_path_factory):
             ["No such file or directory: 'data/train.bin'", "way out: prepare data/train.bin as for training"],
         ),
         pytest.param("package", 4, ["way out: install a_package_that_nobody_has"], marks=pytest.mark.slow),
+        ("second card", 3, ["failed (NoSuchCardError)", "only cuda:0 is there", "device_ids=[0]"]),
         ("selects", 3, ["at ends.py:17 in <module>: print(x[x > 0].sum())", "pass --selected-fraction 1.0"]),
     ],
 )

@@ -389,12 +389,20 @@ def test_the_default_device_is_for_torchs_own_functions_afterwards():
         lambda: torch.zeros(2).cuda(1),
         lambda: nn.Linear(2, 2).to("cuda:1"),
         lambda: torch.zeros(2, device=1),
+        lambda: nn.DataParallel(nn.Identity(), device_ids=[0, 1])(torch.zeros(2, 2)),
     ],
 )
 def test_a_second_card_is_not_there(card, make):
-    with pytest.raises(RuntimeError, match="invalid device ordinal"):
+    with pytest.raises(RuntimeError, match=r"(?s)cuda:1.*invalid device ordinal.*only cuda:0 is there") as caught:
         make()
+    assert isinstance(caught.value, NotSimulatedError)  # no failure of the script, which may catch torch's RuntimeError
     assert card.allocated_bytes == 0
+
+
+def test_data_parallel_on_the_only_card_takes_what_the_model_takes(card):
+    model, x = nn.Linear(16, 4).cuda(), torch.randn(8, 16)
+    nn.DataParallel(model, device_ids=[0])(x).sum().backward()
+    assert {each.grad.device for each in model.parameters()} == {torch.device("cuda", 0)}
 
 
 def test_uses_calibrated_workspace():

@@ -342,12 +342,12 @@ class _Stream:
 
 
 class _Scatter:
-    """Moves a batch to the only GPU."""
+    """Moves a batch to the only GPU; others are refused, as the card refuses every tensor for them."""
 
     @staticmethod
-    def apply(target_gpus: Any, chunk_sizes: Any, dim: int, tensor: Tensor) -> tuple[Tensor]:  # noqa: ARG004 - torch's
+    def apply(gpus: list[int], chunk_sizes: Any, dim: int, tensor: Tensor) -> tuple[Tensor, ...]:  # noqa: ARG004 - torch's
         """Move the tensor."""
-        return (tensor.to("cuda"),)
+        return tuple(tensor.to(torch.device("cuda", each)) for each in gpus)
 
 
 class _Event:

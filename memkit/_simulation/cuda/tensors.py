@@ -282,8 +282,22 @@ def _as_cuda(value: Any) -> Any:
     if type(value) is not _Device:
         return value
     if value.index and value.type in ("lazy", "cuda"):
-        raise RuntimeError(f"CUDA error: invalid device ordinal (cuda:{value.index}; the only GPU is cuda:0)")
+        _refuse_card(value.index)
     return _DEVICES.get(value, value)
+
+
+class NoSuchCardError(NotSimulatedError, RuntimeError):
+    """A step uses a second GPU; scripts that try for one catch a RuntimeError, as torch's own is."""
+
+
+def _refuse_card(index: int) -> NoReturn:
+    raise NoSuchCardError(
+        f"a tensor on cuda:{index}",
+        got=f"CUDA error: invalid device ordinal at {StepPosition().place().line}",
+        expected="cuda:0: only cuda:0 is there",
+        fix="run a script with a process for each card as the first of N, memkit dryrun --nproc-per-node N SCRIPT; "
+        'otherwise train on one card: model.to("cuda:0"), or nn.DataParallel(model, device_ids=[0]).',
+    )
 
 
 def _refuse_layout(layout: torch.layout) -> NoReturn:
