@@ -269,8 +269,9 @@ def note_part(error: BaseException, size: int, batch_size: int, cut: CutKind) ->
         if "more than 1 value per channel" in str(error):  # torch's own words
             error.add_note(
                 f"memkit: this was a micro-batch of {size} of {batch_size}, and BatchNorm in training mode needs at "
-                "least two values. Set a smaller accumulation_steps, drop_last=True in the loader, or use GroupNorm; "
-                "statistics over a part differ from those over the batch anyway."
+                "least two values. Ask for fewer micro-batches (accumulation_steps=, of SplitLoss num_microbatches=), "
+                "set drop_last=True in the loader, or use GroupNorm; statistics over a part differ from those over the "
+                "batch anyway."
             )
             return
         how = _NOTES[cut].format(batch_size=batch_size)

@@ -97,6 +97,9 @@ _ADVICE = {
     "counted": "The count that loss_fn gives is not the divisor of its mean (one with + 1e-5 is another number): "
     "return mk.Loss(sum=total, count=n), where total is the sum before the division and n the number of what it sums; "
     "in a loop of your own, call trainer.backward(total, count=n, reduction='sum').",
+    "not finite": "The loss of a part is not finite, where that of the batch is: a variance of a single row is 0 / 0, "
+    "and so is a mean over no items. Take such statistics within each row, give a part without items the count 0, or "
+    "keep the batch whole: one micro-batch, and on_oom='raise'.",
     "sum": f"{SUM_IS_AVERAGED}: return its mean over the rows; or, for the "
     "gradient of the sum itself, mk.Loss(sum=loss * num_rows, count=n), where num_rows is the number of rows of the "
     "whole batch and n that of the part; memkit.SplitLoss(reduction='sum') adds up the parts.",
@@ -165,7 +168,9 @@ class SplitVerdict:
         """Suggested fixes, one sentence per cause; empty if there are none."""
         names = ", ".join(self.state) or "something that memkit cannot name"
         of_modules = _ADVICE["modules"].format(names=list_some(self.modules)) if self.modules else ""
-        cause = "counted" if self.loss == "weights" and self.has_count else self.loss
+        cause: str | None = self.loss
+        if cause == "weights" and self.has_count:
+            cause = "not finite" if self.error is not None and math.isinf(self.error) else "counted"
         of_loss = _ADVICE[cause].format(names=names, how=how_to_update(self.state)) if cause else ""
         return " ".join(filter(None, (of_modules, of_loss)))
 

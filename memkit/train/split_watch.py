@@ -132,11 +132,14 @@ class SplitWatch:
             False if there was not enough memory for the check: it must be repeated after the parts have run.
         """
         if self._adds_up and verdict.loss == "weights" and not run.forced:
+            has_count = verdict.has_count
             raise ConfigError(
-                f"{self._call}(reduction='sum')",
-                got=f"losses of parts that do not add up to the batch's (the gradient is off by {verdict.error:.2g})",
-                expected="a sum over rows, not divided by anything that depends on the part",
-                fix="return mk.Loss(mean=loss, count=n) if the loss is a mean over n items.",
+                self._call if has_count else f"{self._call}(reduction='sum')",
+                got=f"losses of parts that do not add up to the batch's ({_describe(verdict)})",
+                expected="means with their counts, or sums, which add up"
+                if has_count
+                else "a sum over rows, not divided by anything that depends on the part",
+                fix=verdict.advice if has_count else "return mk.Loss(mean=loss, count=n) if it is a mean over n items.",
             )
         is_open = verdict.is_out_of_memory and run.forced is not None and not is_last
         if not verdict.is_out_of_memory:
@@ -169,8 +172,7 @@ class SplitWatch:
             return
         why = f"could not be checked: {verdict.reason.rstrip('.')}"
         if verdict.exact is False:
-            is_known = verdict.error is not None and math.isfinite(verdict.error)
-            why = "changes its gradient" + (f" by {verdict.error:.2g}" if is_known else "")
+            why = "changes its gradient" + (f" by {verdict.error:.2g}" if _is_known(verdict.error) else "")
         advice = f"{verdict.advice} Otherwise use" if verdict.advice else "use"
         # Nothing was tried of what was only predicted, so remedies that keep the result are the user's to choose.
         recompute = "checkpoint='auto', " * may_recompute(self._modules[0])
@@ -226,10 +228,9 @@ class SplitWatch:
         if verdict.loss == "rows" and not (forced and self._may_change):
             self._refused.add(self._key)
             self._refused_kinds.add((*self._key[:3], verdict.kind))
-            error = "is not finite" if verdict.error is None or math.isinf(verdict.error) else f"{verdict.error:.2g}"
             raise ConfigError(
                 self._call,
-                got=f"a gradient that is off by {error} when the batch is split{because}",
+                got=f"{_describe(verdict)} when the batch is split{because}",
                 expected="a loss that adds up over the rows of the batch",
                 fix=verdict.advice,
             )
@@ -304,3 +305,12 @@ def _identity(fn: object, around: frozenset[int] = frozenset()) -> object:
                 continue
         return fn.__code__, tuple(inside(each) for each in cells if callable(each))
     return (type(fn), id(fn)) if callable(fn) and not isinstance(fn, torch.Tensor) else None
+
+
+def _is_known(error: float | None) -> bool:
+    return error is not None and math.isfinite(error)
+
+
+def _describe(verdict: SplitVerdict) -> str:
+    is_known = _is_known(verdict.error)
+    return f"a gradient that is off by {verdict.error:.2g}" if is_known else "a gradient that is not finite"

@@ -5,6 +5,7 @@ import copy
 import functools
 import itertools
 import math
+import warnings
 
 import pytest
 import torch
@@ -177,6 +178,27 @@ def test_probe_warns_once_if_parts_do_not_add_up():
         mk.SplitLoss(make().eval(), num_microbatches=2, reduction="sum")(rows(), square_error)
     with pytest.raises(mk.errors.ConfigError, match="compares or mixes the rows"):
         mk.SplitLoss(make().eval(), num_microbatches=2)(rows(), lambda m, b: m(b[0]).var())
+
+
+def test_a_statistic_of_a_single_row_is_named_as_what_is_not_finite():
+    """Neither ``reduction="sum"`` nor the count is at fault."""
+
+    def loss_fn(model, batch):
+        out = model(batch[0])
+        return mk.Loss(mean=out.square().mean() + out.var(0).mean(), count=len(out))
+
+    three = tuple(each[:3] for each in rows())
+    for reduction in ("sum", "mean"):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                mk.SplitLoss(make().eval(), num_microbatches=2, reduction=reduction)(three, loss_fn)
+                told = " ".join(str(each.message) for each in caught)
+            except mk.errors.ConfigError as error:
+                told = str(error)
+        assert "a variance of a single row is 0 / 0" in told
+        assert "reduction=" not in told
+        assert "inf" not in told
 
 
 def test_packed_batches_are_cut_by_split_fn():

@@ -772,6 +772,9 @@ def test_an_error_of_batch_norm_on_a_part_of_one_row_says_why():
     trainer = mk.MemoryEfficientTrainingWrapper(
         model, torch.optim.SGD(model.parameters()), accumulation_steps=3, probe=False
     )
-    with pytest.raises(ValueError, match="more than 1 value per channel") as caught:
-        trainer.train_step(torch.randn(5, 4), mean_square)
-    assert "a micro-batch of 1 of 5, and BatchNorm in training mode needs" in caught.value.__notes__[0]
+    for step in (trainer.train_step, mk.SplitLoss(model, num_microbatches=3, probe=False)):
+        with pytest.raises(ValueError, match="more than 1 value per channel") as caught:
+            step(torch.randn(5, 4), mean_square)
+        note = caught.value.__notes__[0]
+        assert "a micro-batch of 1 of 5, and BatchNorm in training mode needs" in note
+        assert "fewer micro-batches (accumulation_steps=, of SplitLoss num_microbatches=)" in note
