@@ -9,6 +9,7 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -21,6 +22,11 @@ Ends = dict[str, list[int]]  # for each offset, the end of each scene's rows
 Starts = frozenset[str]  # the offsets that begin with 0, like PyG's ptr
 
 _POINTS, _SCENES, _ALL = "points", "scenes", "all"
+_NO_EDGES = "no edges: a part numbers its points from 0 again, and the numbers in other entries stay as they are"
+_RENUMBER = (
+    "make a batch of PyTorch Geometric, batch = Batch.from_data_list(graphs), and pass "
+    "split_fn=memkit.integrations.torch_geometric.split_graphs; or write a split_fn that renumbers them"
+)
 _PLAIN = (Tensor, np.ndarray, np.generic, str, bytes, int, float, complex, type(None))  # without rows, for every part
 
 
@@ -54,7 +60,7 @@ def split_packed(batch: Any, n: int, *, belongs_to: Mapping[str, str] | None = N
 
     Raises:
         InputError: There are no offsets, they do not match, or an entry could belong to both points and scenes, or to
-            neither.
+            neither, or is an ``edge_index``, whose numbers of points would have to change.
         InputTypeError: The batch is not a mapping.
 
     Memory cost: tensors are views; only offsets and scene numbers are new. On an accelerator the offsets are read once.
@@ -194,6 +200,8 @@ def _find_home(key: Any, value: Any, ends: Ends, belongs_to: Mapping[Any, str], 
     """Return the owner of an entry's rows: the name of an offset, `_SCENES` or `_ALL`."""
     if key in ends:
         return _SCENES if key != "batch" else key
+    if str(key).endswith("edge_index") and _may_be_edges(value):  # which may have as many rows as there are scenes
+        raise InputError(call, got=_described(key, value), expected=_NO_EDGES, fix=f"{_RENUMBER}.")
     points, main = next(iter(ends.items()))
     rows = {name: its[-1] if its else 0 for name, its in ends.items()} | {_SCENES: len(main)}
     num_rows = _count_rows(value)
@@ -208,13 +216,29 @@ def _find_home(key: Any, value: Any, ends: Ends, belongs_to: Mapping[Any, str], 
     is_unclear = fits == [points, _SCENES] and main != list(range(1, len(main) + 1))  # unless each scene is one point
     if fits and not is_unclear:
         return fits[0]
-    what = f"a {type(value).__name__}" if num_rows is None else f"{num_rows} rows"
+    fix = f"pass belongs_to={{{key!r}: ...}}, where ... is 'points', 'scenes', 'all' or the name of another offset."
+    if _may_be_edges(value):
+        fix = f"if it holds numbers of points, which are not renumbered, {_RENUMBER}; if not, {fix}"
     raise InputError(
         call,
-        got=f"{key!r}: {what}" + (f" for {belongs_to[key]!r}" if key in belongs_to else ""),
+        got=_described(key, value) + (f" for {belongs_to[key]!r}" if key in belongs_to else ""),
         expected="as many rows as one of: " + ", ".join(f"{count} of {name!r}" for name, count in rows.items()),
-        fix=f"pass belongs_to={{{key!r}: ...}}, where ... is 'points', 'scenes', 'all' or the name of another offset.",
+        fix=fix,
     )
+
+
+def _described(key: Any, value: Any) -> str:
+    num_rows = _count_rows(value)
+    return f"{key!r}: " + (f"a {type(value).__name__}" if num_rows is None else f"{num_rows} rows")
+
+
+def _may_be_edges(value: Any) -> bool:
+    """Return whether an entry may hold pairs of numbers of points, in its columns or rows."""
+    if not isinstance(value, (Tensor, np.ndarray)) or value.ndim != 2 or 2 not in value.shape:
+        return False
+    if isinstance(value, np.ndarray):
+        return value.dtype.kind in "iu"
+    return not (value.is_floating_point() or value.is_complex() or value.dtype == torch.bool)
 
 
 def _count_rows(value: Any) -> int | None:

@@ -179,6 +179,18 @@ class TestRefusals:
         assert [part["inverse"].tolist() for part in parts] == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9, 10]]
         assert [part["name"] for part in parts] == [["a", "b", "c", "d"]] * 2
 
+    @pytest.mark.parametrize("levels", [{}, {"edge_index": "all"}])
+    @pytest.mark.parametrize("num_edges", [2, 5])
+    def test_edges_are_sent_to_those_who_renumber_them(self, num_edges, levels):
+        """There are 2 scenes: an entry of shape (2, E) would be cut between its rows."""
+        batch = base() | {"edge_index": torch.zeros(2, num_edges, dtype=torch.long)}
+        self.refused(
+            batch, "'edge_index': 2 rows; expected no edges", "split_graphs", "renumbers them", belongs_to=levels
+        )
+        pairs = base() | {"bonds": np.zeros((num_edges + 2, 2), np.int64)}
+        self.refused(pairs, "numbers of points, which are not renumbered", "split_graphs", "belongs_to={'bonds'")
+        assert len(split_packed(pairs, 2, belongs_to={"bonds": "all"})[0]["bonds"]) == num_edges + 2
+
     def test_rejects_invalid_belongs_to(self):
         self.refused(base(), "'coord': 6 rows for 'scene'", belongs_to={"coord": "scene"})
         self.refused(base(), "'coord': 6 rows for 'scenes'", belongs_to={"coord": "scenes"})
