@@ -85,6 +85,9 @@ _UNEVEN = (
 _ADVICE = {
     "modules": f"In training mode {{names}} would see the statistics of each micro-batch: use {NORMS_OF_A_ROW}, or "
     "freeze the statistics with .eval(); where its forward trains parameters of its own, keep the batch whole.",
+    "mixing": "In training mode {names} would compute from each micro-batch what they compute from the whole batch (a "
+    "mean over its rows, or a choice by it): call .eval() on them where training does not need that mode, compute it "
+    "from each row by itself, or keep the batch whole: one micro-batch, and on_oom='raise'.",
     "rows": "The loss, or the model, compares or mixes the rows of the batch: where it is a loss over embeddings, "
     "memkit.train.cached_backward gives its exact gradient; where rows are padded to the longest one of each part, pad "
     "them to one length before the split, mask the padding in means and statistics, or replace GroupNorm by LayerNorm "
@@ -144,6 +147,8 @@ class SplitVerdict:
         buffers: Buffers that the parts leave with other values than the whole batch, and gradients of other networks
             whose backward the loss function runs itself. The gradient of this batch does not depend on them, but what
             the training does with them later may.
+        has_count: Whether the loss comes with a count.
+        mixing: Those of `modules` that do not look like a normalization.
     """
 
     exact: bool | None
@@ -159,6 +164,7 @@ class SplitVerdict:
     kind: tuple[tuple[str, ...], ...] = ()
     buffers: tuple[str, ...] = ()
     has_count: bool = False
+    mixing: tuple[str, ...] = ()
 
     def __bool__(self) -> bool:
         return self.exact is True  # for `if check_split(...):`
@@ -167,12 +173,13 @@ class SplitVerdict:
     def advice(self) -> str:
         """Suggested fixes, one sentence per cause; empty if there are none."""
         names = ", ".join(self.state) or "something that memkit cannot name"
-        of_modules = _ADVICE["modules"].format(names=list_some(self.modules)) if self.modules else ""
+        kinds = {"modules": [each for each in self.modules if each not in self.mixing], "mixing": self.mixing}
+        of_modules = [_ADVICE[kind].format(names=list_some(found)) for kind, found in kinds.items() if found]
         cause: str | None = self.loss
         if cause == "weights" and self.has_count:
             cause = "not finite" if self.error is not None and math.isinf(self.error) else "counted"
         of_loss = _ADVICE[cause].format(names=names, how=how_to_update(self.state)) if cause else ""
-        return " ".join(filter(None, (of_modules, of_loss)))
+        return " ".join(filter(None, (*of_modules, of_loss)))
 
 
 @dataclass(slots=True)
@@ -845,7 +852,9 @@ class Examination:
             return found
         unknown = yield from self._find_by_mode(prepare)
         if unknown:
-            return SplitVerdict(exact=False, error=error, modules=(*self._suspects, *unknown))
+            names = tuple(name or type(self._model).__name__ for name in unknown)
+            mixing = tuple(name for name, module in zip(names, unknown.values(), strict=True) if not _is_norm(module))
+            return SplitVerdict(exact=False, error=error, modules=(*self._suspects, *names), mixing=mixing)
         return SplitVerdict(exact=False, error=error, modules=self._suspects, loss="rows")
 
     def _judge_frozen(self, error: float) -> Attempts:
@@ -874,7 +883,7 @@ class Examination:
         return whole, found and found[0]
 
     def _find_by_mode(self, prepare: Callable[[], None]) -> Attempts:
-        """Name modules that mix rows only in training mode and that the scan missed: a custom normalization.
+        """Return, by name, modules that mix rows only in training mode and that the scan missed.
 
         One class at a time is put back into training mode, so a deep model takes no more runs than a shallow one.
         """
@@ -893,12 +902,12 @@ class Examination:
 
         self._prepare = only(())
         if not (yield from self._is_equal_again()):
-            return []
-        found = []
+            return {}
+        found: dict[str, nn.Module] = {}
         for names in by_class.values():
             self._prepare = only(names)
             if not (yield from self._is_equal_again()):
-                found += [name or type(self._model).__name__ for name in names]
+                found.update((name, self._model.get_submodule(name)) for name in names)
         return found
 
     def _is_equal_again(self) -> Attempts:
@@ -993,6 +1002,12 @@ def scan_modules(model: nn.Module) -> tuple[str, ...]:
 
 def _normalizes_over_rows(module: nn.Module) -> bool:
     return isinstance(module, BatchNorm) and (module.training or module.running_mean is None)
+
+
+def _is_norm(module: nn.Module) -> bool:
+    """Whether a module looks like a normalization: by its class's name, or by running statistics."""
+    names = [type(module).__name__.lower(), *(name for name, _ in module.named_buffers(recurse=False))]
+    return any("norm" in name or "running" in name for name in names)
 
 
 @guided(words={"num_parts": "accumulation_steps num_microbatches"})

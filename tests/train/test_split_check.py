@@ -75,6 +75,15 @@ class HandWrittenNorm(nn.Module):
         return (x - x.mean(0)) / (x.std(0) + 1e-5) if self.training else x
 
 
+class AutoCorrelation(nn.Module):
+    """Chooses channels by a mean over the batch, in evaluation mode for each row, as Autoformer chooses delays."""
+
+    def forward(self, x):
+        scores = x.mean(0, keepdim=True) if self.training else x
+        chosen = scores.topk(2, dim=-1).indices
+        return x.gather(-1, chosen.expand(len(x), -1))
+
+
 class AlwaysCentred(nn.Module):
     """Mixes the rows in evaluation mode too."""
 
@@ -911,6 +920,16 @@ def test_hooks_on_parameters_see_the_gradient_of_each_part():
     verdict = check_split(model, torch.randn(ROWS, 6), mean_square)
     assert (verdict.exact, verdict.loss) == (False, "hooks")
     assert "max_grad_norm" in verdict.advice
+
+
+@pytest.mark.parametrize(
+    ("layer", "mixing"), [(AutoCorrelation(), ("1",)), (HandWrittenNorm(), ())], ids=["choice", "normalization"]
+)
+def test_a_module_that_is_no_normalization_is_not_to_be_replaced_by_one(layer, mixing):
+    verdict = check_split(nn.Sequential(nn.Linear(6, 8), layer), torch.randn(ROWS, 6), mean_square)
+    assert (verdict.exact, verdict.modules, verdict.mixing) == (False, ("1",), mixing)
+    assert ("GroupNorm" in verdict.advice) == (not mixing)
+    assert ("call .eval() on them" in verdict.advice) == bool(mixing)
 
 
 def test_a_compiled_model_is_checked_without_compiling():
