@@ -215,7 +215,7 @@ def watch(script: str, where: str) -> None:
     from memkit.predict.virtual_gpu import VirtualGPU
 
     sys.path[0] = str(Path(script).resolve().parent)
-    sys.meta_path.insert(0, AtImport(lambda path: path))  # so that torchvision can be imported
+    sys.meta_path.insert(0, AtImport())  # so that torchvision can be imported
     module = ModuleType("__main__")
     module.__file__ = script
     sys.modules["__main__"] = module

@@ -203,6 +203,20 @@ def test_new_tensors_and_types_are_those_of_another_tensor():
     assert x.type("torch.FloatTensor").device.type == "cpu"
 
 
+@pytest.mark.filterwarnings("error")
+def test_storages_without_data_have_addresses_that_agree_with_their_tensors():
+    large = torch.empty(2**20)  # outside: it has data
+    with VirtualGPU("T4"):
+        model, on_host = perceptron().cuda(), torch.randn(2**20)
+        tensors = [*model.state_dict().values(), on_host, large]
+        assert len({each.untyped_storage().data_ptr() for each in tensors}) == len(tensors)
+        for each in tensors:
+            start = each.untyped_storage().data_ptr()
+            assert 0 != start == each.data_ptr() == each.view(-1).untyped_storage().data_ptr()
+            assert each.view(-1)[1:].data_ptr() == start + each.element_size()
+    assert torch.UntypedStorage.data_ptr is torch._C.StorageBase.data_ptr
+
+
 @pytest.mark.usefixtures("card")
 def test_random_state_and_streams_answer():
     generator = torch.Generator(device="cuda").manual_seed(3)

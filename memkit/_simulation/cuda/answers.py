@@ -86,6 +86,11 @@ def answer_patches(card: SimulatedGpu, memory: CudaMemory, tensors: CudaTensors)
             {"flatten_parameters": flatten_parameters},
         ),
         Patches(Tensor, "Python methods of CUDA tensors", {**_numbered(Tensor, _NEW), **_methods(old_types)}),
+        Patches(
+            torch.UntypedStorage,
+            "storages without data have addresses, as those of `Tensor.data_ptr`",
+            {"data_ptr": _addressing(torch.UntypedStorage.data_ptr)},
+        ),
         Patches(FakeTensor, "tensors without data can be saved", {"__reduce_ex__": _reduced}),
         Patches(cuda.nvtx, "marks for NVIDIA's profiler are ignored", dict.fromkeys(_NVTX, _nothing)),
         Patches(nn.parallel.scatter_gather, "`DataParallel` on one GPU", {"Scatter": _Scatter}),
@@ -394,8 +399,7 @@ def _methods(old_types: dict[str, type]) -> dict[str, Any]:
     def address(self: Tensor) -> int:
         if not isinstance(self, FakeTensor):
             return data_ptr(self)
-        number = storage_key(self.untyped_storage())
-        return number + int(self.storage_offset()) * self.element_size()
+        return self.untyped_storage().data_ptr() + int(self.storage_offset()) * self.element_size()
 
     data_ptr = Tensor.data_ptr
     return {
@@ -407,6 +411,15 @@ def _methods(old_types: dict[str, type]) -> dict[str, Any]:
         "pin_memory": lambda self, device=None: self,  # noqa: ARG005 - torch's own signature
         "record_stream": _nothing,
     }
+
+
+def _addressing(data_ptr: Callable[[torch.UntypedStorage], int]) -> Callable[[torch.UntypedStorage], int]:
+    """Give each storage without data an address of its own: by it, libraries tell which tensors share one."""
+
+    def address(self: torch.UntypedStorage) -> int:
+        return storage_key(self) if self.device.type == "meta" else data_ptr(self)
+
+    return address
 
 
 def _new_tensor(self: Tensor, data: Any, *, dtype: Any = None, device: Any = None, **options: Any) -> Tensor:

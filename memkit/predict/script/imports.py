@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 
 from memkit._simulation.simulation import TRANSFORMERS_UTILS
+from memkit.predict.script.redirected import Redirection
 
 # The operators for which torchvision 0.28 registers shape functions when it is imported: arguments -> results.
 _SIZES = "SymInt pooled_height, SymInt pooled_width"
@@ -49,15 +51,14 @@ class AtImport(MetaPathFinder):
     """A finder that patches packages when they are found; insert it as the first of ``sys.meta_path``.
 
     Args:
-        to_read: Maps a path to the place to read it from, in case it was written elsewhere.
+        redirection: Where the script's writes go, for packages that open files themselves; None: they go nowhere else.
     """
 
-    def __init__(self, to_read: Callable[[Any], Any]) -> None:
-        self._to_read = to_read
-        self._changes: dict[str, Callable[[ModuleType], None]] = {
-            TRANSFORMERS_UTILS: _treat_as_real,
-            "pyarrow": self._read_redirected,
-        }
+    def __init__(self, redirection: Redirection | None = None) -> None:
+        self._changes: dict[str, Callable[[ModuleType], None]] = {TRANSFORMERS_UTILS: _treat_as_real}
+        if redirection is not None:
+            self._changes["pyarrow"] = partial(_read_redirected, redirection)
+            self._changes["safetensors"] = partial(_refuse_writes, redirection)
 
     def find_spec(
         self,
@@ -82,10 +83,22 @@ class AtImport(MetaPathFinder):
         spec.loader.exec_module = run_and_change  # type: ignore[method-assign]
         return spec
 
-    def _read_redirected(self, pyarrow: ModuleType) -> None:
-        """Redirect pyarrow's reads, which C++ performs: `datasets` reads files that it has just written."""
-        memory_map = pyarrow.memory_map
-        pyarrow.memory_map = lambda path, *args: memory_map(self._to_read(path), *args)  # type: ignore[attr-defined]
+
+def _read_redirected(redirection: Redirection, pyarrow: ModuleType) -> None:
+    """Redirect pyarrow's reads, which C++ performs: `datasets` reads files that it has just written."""
+    memory_map = pyarrow.memory_map
+    pyarrow.memory_map = lambda path, *args: memory_map(redirection.to_read(path), *args)  # type: ignore[attr-defined]
+
+
+def _refuse_writes(redirection: Redirection, safetensors: ModuleType) -> None:
+    """Refuse safetensors' writes, which Rust performs: its modules take the function from here."""
+    write = safetensors.serialize_file
+
+    def serialize_file(tensors: Any, filename: Any, *args: Any, **kwargs: Any) -> None:
+        redirection.refuse_write_of("safetensors", filename)
+        write(tensors, filename, *args, **kwargs)
+
+    safetensors.serialize_file = serialize_file  # type: ignore[attr-defined]
 
 
 def _treat_as_real(utils: ModuleType) -> None:

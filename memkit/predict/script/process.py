@@ -179,7 +179,7 @@ def run_child() -> None:
     sys.path[0] = order["cwd"] if order["is_module"] else str(Path(script).resolve().parent)
     redirection = Redirection(mirror)
     redirection.install()
-    sys.meta_path.insert(0, AtImport(redirection.to_read))
+    sys.meta_path.insert(0, AtImport(redirection))
     settings = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")  # noqa: TID251
     card = find_gpu(order["gpu"], calibrated=order["calibrated"])
     sizes = Path(order["sizes"])

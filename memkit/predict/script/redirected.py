@@ -3,7 +3,8 @@
 The folder mirrors the file system: a file that the process writes to ``/a/b`` is stored in ``FOLDER/a/b``, is read from
 there, and is listed along with the contents of the real ``/a``. Removed files are only hidden. This covers files opened
 by Python (and everything built on it: NumPy, Pillow, logging) and by `torch.save`, but not files opened in C by
-libraries, nor other programs that the process starts.
+libraries, nor other programs that the process starts. safetensors' writes are refused; see
+`memkit.predict.script.imports`.
 """
 # It replaces functions of os, on which pathlib is built.
 # ruff: noqa: PTH100, PTH112, PTH114, PTH117, PTH118, PTH120
@@ -78,6 +79,22 @@ class Redirection:
         """Return the files in the mirror, by the names that the process used."""
         files = (os.path.join(folder, name) for folder, _, names in os.walk(self._folder) for name in names)
         return tuple(sorted(file.removeprefix(self._folder) for file in files))
+
+    def refuse_write_of(self, library: str, path: Any) -> None:
+        """Refuse a write to a path that is redirected, by a library that opens the file itself.
+
+        Raises:
+            StateError: The path is redirected.
+        """
+        _, mirrored = self._both(path)
+        if mirrored is not None:
+            raise StateError(
+                f"a write by {library}",
+                got=f"{os.fspath(path)!r}, a file that {library} opens itself, not by Python",
+                expected="a write by Python: others cannot be redirected to the temporary folder",
+                fix="leave this write out in the dry run (save_strategy='no' for transformers' Trainer), end the run "
+                "before it with fewer --steps, or write by torch.save(model.state_dict(), PATH).",
+            )
 
     # ------------------------------------------------------------------------------------------ where a path is
 

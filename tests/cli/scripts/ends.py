@@ -27,3 +27,7 @@ elif sys.argv[1] == "by hand":  # without an optimizer of torch
         weight.grad = None
 elif sys.argv[1] == "second card":
     torch.nn.DataParallel(torch.nn.Linear(8, 8).cuda(), device_ids=[0, 1])(torch.rand(4, 8))
+elif sys.argv[1] == "safetensors":
+    from safetensors.torch import save_file
+
+    save_file({"weight": torch.ones(3)}, "weights.safetensors")
