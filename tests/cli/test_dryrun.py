@@ -426,6 +426,18 @@ def test_reports_dead_process(capfd):
     assert "got killed by SIGKILL; expected a script that runs to its end" in unfolded(err)
 
 
+@pytest.mark.usefixtures("folder")
+def test_a_traceback_of_ctrl_c_starts_in_the_script(capfd, tmp_path_factory):
+    script = tmp_path_factory.mktemp("interrupted") / "script.py"
+    script.write_text("import signal\nprint('so far')\nsignal.raise_signal(signal.SIGINT)\n")
+    code, _, err = dryrun(capfd, str(script), "--gpu", "T4")
+    assert code == 3
+    assert "killed by SIGINT" in unfolded(err)  # as Python ends by it
+    assert f'Traceback (most recent call last):\n  File "{script}", line 3, in <module>\n' in err
+    assert "so far" in err
+    assert err.count("KeyboardInterrupt") == 1
+
+
 def test_the_command_itself_does_not_import_torch():
     assert_not_imported({"torch"}, "import memkit.cli.dryrun")
 

@@ -296,11 +296,19 @@ def _run(order: dict[str, Any], gpu: VirtualGPU, steps: StepCounter) -> tuple[st
     except SystemExit as error:
         if error.code not in {None, 0}:
             return "error", _problem(error, "the script exited: its own output above says why."), bool(compiled)
+    except KeyboardInterrupt as error:
+        traceback.print_exception(error.with_traceback(_own(error)))
+        sys.excepthook = _nothing  # Python itself would show it once more, with the frames of this file
+        raise
     except Exception as error:  # noqa: BLE001 - a script may raise anything
         traceback.print_exception(error.with_traceback(_own(error)))
         after_guess = bool(gpu.guesses.branches or gpu.guesses.numbers)
         return "error", _problem(error, _way_out(error, after_guess=after_guess)), bool(compiled)
     return _BY_ITSELF, None, bool(compiled)
+
+
+def _nothing(*_: object) -> None:
+    """Do nothing: the error has been shown."""
 
 
 def _load_script(script: str, module: ModuleType) -> CodeType:
