@@ -42,7 +42,7 @@ from memkit._simulation.failures import note_failure
 from memkit._simulation.guesses import READING, Guesses
 from memkit._simulation.host import INSTEAD, RESULTS, HostKernels
 from memkit._simulation.leftovers import Patches, Shared, leaving_nothing
-from memkit._simulation.tensors import Tensors, keeps_parameters, makes_one_hot, pads_packed
+from memkit._simulation.tensors import Tensors, copy_without_data, keeps_parameters, makes_one_hot, pads_packed
 from memkit._torch.compiler import running_eagerly
 from memkit._torch.cuda import Rules, rules_of
 from memkit._torch.dispatch import no_dispatch
@@ -245,6 +245,7 @@ def _reading() -> list[Patches]:
     padding = {PAD_PACKED: pads_packed(getattr(rnn_functions, PAD_PACKED))}
     return [
         Patches(FakeTensor, "numbers that code reads from tensors without data are guessed and counted", values),
+        Patches(FakeTensor, "tensors without data are copied", {"__deepcopy__": copy_without_data}),
         Patches(nn.Module, "modules convert parameters without data as those with data", converting),
         Patches(rnn_functions, "lengths of packed rows have data", padding),
         Patches(functional, "one-hot tensors are made as with data", {"one_hot": makes_one_hot(functional.one_hot)}),

@@ -14,6 +14,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import is_dataclass
 from functools import cache, partial, wraps
 from types import CellType, FunctionType, MethodType, NoneType
@@ -50,6 +51,7 @@ from memkit._torch.fake import (
     FakeTensor,
     FakeTensorConverter,
     FakeTensorMode,
+    attributes_of_user,
     default_device,
     guard_data_pointer,
 )
@@ -78,6 +80,7 @@ _LOOKING = frozenset(
 _WITHOUT_FAKES = ((), (Tensor,))  # types at operators on tensors with data; 2.8 detaches twice, and names one then
 _FEWEST_MADE = 100_000  # number of remembered tensors above which dead ones are dropped
 _CPU = torch.device("cpu")
+ON_HOST = "data_on_host"  # attribute of parameters that were moved to a simulated card: their previous tensor
 DATA_OF: Any = TensorBase.data  # torch's own, which a simulated card patches
 _COUNTED = ("cpu", "lazy")  # devices of tensors whose values are known without data: lazy is the simulated card
 _POSITION = 8  # bytes of an index
@@ -851,6 +854,20 @@ def keeps_parameters(original: Callable[..., nn.Module]) -> Callable[..., nn.Mod
             return original(module, *args, **kwargs)
 
     return converted
+
+
+def copy_without_data(self: Tensor, memo: dict[int, Any]) -> Tensor:
+    """Implement ``copy.deepcopy`` of a tensor without data; torch's own reads its data."""
+    if id(self) not in memo:
+        copy = self.detach().clone()
+        new = memo[id(self)] = nn.Parameter(copy) if isinstance(self, nn.Parameter) else copy
+        new.requires_grad_(self.requires_grad)
+        if self.grad is not None:
+            new.grad = copy_without_data(self.grad, memo)
+        given = {name: each for name, each in attributes_of_user(self).items() if name != ON_HOST}
+        vars(new).update(deepcopy(given, memo))
+    made: Tensor = memo[id(self)]
+    return made
 
 
 def set_data(tensor: Tensor, value: Tensor) -> None:

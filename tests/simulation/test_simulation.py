@@ -452,6 +452,39 @@ def test_modules_are_converted_within_a_step_as_with_data(loss_fn):
     assert_equals_the_real_step(lambda: Step(nn.Linear(16, 8), torch.randn(16, 16), loss_fn, torch.optim.Adam))
 
 
+def distance_from_a_copy(model, x):
+    with torch.no_grad():
+        expected = copy.deepcopy(model).eval()(x)
+    return F.mse_loss(model(x), expected)
+
+
+def test_a_module_is_copied_within_a_step_as_with_data(recwarn):
+    """Batch norm counts its batches in a tensor that keeps its value."""
+
+    def make_step():
+        model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+        return Step(model, torch.randn(16, 8), distance_from_a_copy, torch.optim.Adam)
+
+    assert_equals_the_real_step(make_step, is_other_order=True)  # torch copies a storage without an operator
+    assert not recwarn.list
+
+
+@pytest.mark.parametrize("place", [Host(), Gpu(find_gpu("RTX 4090"))], ids=["host", "card"])
+def test_copies_of_tensors_keep_what_torch_copies(place):
+    with Simulation(place).running():
+        layer = nn.BatchNorm1d(3).to(place.device_type)
+        layer.weight.decay = [0.1]
+        layer.bias.requires_grad_(False)
+        layer(torch.ones(4, 3, device=place.device_type)).sum().backward()
+        twin = copy.deepcopy(layer)
+        assert (twin.weight.decay, twin.weight.decay is layer.weight.decay) == ([0.1], False)
+        assert isinstance(twin.weight, nn.Parameter)
+        assert not twin.bias.requires_grad
+        assert twin.weight.grad.shape == (3,)
+        assert twin.num_batches_tracked == 1
+        assert twin.weight.untyped_storage()._cdata != layer.weight.untyped_storage()._cdata
+
+
 @pytest.mark.parametrize("place", [Host(), Gpu(find_gpu("RTX 4090"))], ids=["host", "card"])
 def test_a_graph_from_before_a_conversion_leads_to_the_parameters(place):
     with Simulation(place).running():

@@ -31,7 +31,7 @@ from memkit._simulation.cuda.autocast import CastCache, autocast_kernels
 from memkit._simulation.cuda.recurrent import LAYERS, RECURRENT
 from memkit._simulation.cuda.selection import MAY_ASK, asks_library
 from memkit._simulation.leftovers import Patches, applied
-from memkit._simulation.tensors import COMPRESSED, DATA_OF, Tensors, has_values, set_data
+from memkit._simulation.tensors import COMPRESSED, DATA_OF, ON_HOST, Tensors, has_values, set_data
 from memkit._torch import aten
 from memkit._torch.aten import overloads
 from memkit._torch.cuda import Rules
@@ -91,7 +91,6 @@ _UNCHECKED = frozenset({*aten.INDEXING, *RECURRENT}) | overloads(
     "masked_select.default", "slice_scatter.default", "diagonal_scatter.default", "bincount.default",
 )  # fmt: skip
 _COPYING = overloads("copy_.default", "resize_as_.default", "set_")
-_DATA = "data_on_host"  # attribute of parameters that were moved to the GPU: their previous tensor
 
 
 class CudaTensors(Tensors):  # type: ignore[no-untyped-call]  # torch's own class hook
@@ -630,12 +629,12 @@ class _Moved:
     def swap(self, tensor: Tensor, other: Tensor) -> None:
         """Do the same as `torch.utils.swap_tensors`."""
         is_moved = isinstance(other, FakeTensor) and not isinstance(tensor, FakeTensor)
-        data = vars(tensor).pop(_DATA, None)
+        data = vars(tensor).pop(ON_HOST, None)
         data = other if data is None and is_moved else data
         (_swap_data if self._keeps_objects else _swap)(tensor, other)
-        vars(other).pop(_DATA, None)
+        vars(other).pop(ON_HOST, None)
         if data is not None:
-            setattr(tensor, _DATA, data)
+            setattr(tensor, ON_HOST, data)
             self._has_moved = True
 
     def set_data(self, tensor: Tensor, value: Tensor) -> None:
@@ -655,10 +654,10 @@ class _Moved:
         if not self._has_moved:
             return
         # The list of all objects is gone before anything dies: up to 2.10 a storage in it would outlive its memory.
-        moved = [each for each in gc.get_objects() if issubclass(type(each), Tensor) and _DATA in vars(each)]
+        moved = [each for each in gc.get_objects() if issubclass(type(each), Tensor) and ON_HOST in vars(each)]
         for each in moved:
             each.grad = None
-            _swap(each, vars(each).pop(_DATA))
+            _swap(each, vars(each).pop(ON_HOST))
 
 
 def _swap_data(tensor: Tensor, other: Tensor) -> None:
@@ -730,7 +729,7 @@ def tensor_patches() -> list[Patches]:
         Patches(FakeTensor, "tensors may be on a device that does not exist", _device_functions()),
         Patches(fake_tensor, "operators without a shape function run on the host", {RUN_FALLBACK: _fallback()}),
         Patches(Tensor, "`.to` and `.cuda` reach the virtual GPU", on_tensor),
-        Patches(FakeTensor, "tensors say `cuda`, and are copied", {"device": property(named), "__deepcopy__": _copied}),
+        Patches(FakeTensor, "tensors say `cuda`", {"device": property(named)}),
         Patches(foreach, "optimizers step several tensors at once, as on CUDA", lists),
     ]
 
@@ -817,18 +816,6 @@ def _fallback() -> Callable[..., Any]:
 
 def _listing(devices: list[str]) -> Callable[[], list[str]]:
     return lambda: devices
-
-
-def _copied(self: Tensor, memo: dict[int, Any]) -> Tensor:
-    """Implement ``copy.deepcopy``, which for other tensors reads their data."""
-    if id(self) not in memo:
-        copy = self.detach().clone()
-        memo[id(self)] = nn.Parameter(copy) if isinstance(self, nn.Parameter) else copy
-        memo[id(self)].requires_grad_(self.requires_grad)
-        if self.grad is not None:
-            memo[id(self)].grad = _copied(self.grad, memo)
-    new: Tensor = memo[id(self)]
-    return new
 
 
 def _is_device(value: Any) -> bool:
