@@ -86,7 +86,10 @@ def _note(call: str, error: Exception, model: object, guesses: Sequence[str]) ->
             f"data does not fit together (such as {guesses[-1]}): if masks select, selected_fraction=1.0 makes their "
             "sizes equal; otherwise watch a real step with mk.Tracker()."
         )
-    return f"{text} Way out: run loss_fn(model, sample_batch) once by itself, which fails on the same line."
+    return (
+        f"{text} Way out: run loss_fn(model, sample_batch) once by itself, which most likely fails on the same line; "
+        "if it runs, watch a real step with mk.Tracker()."
+    )
 
 
 def _is_between_devices(error: Exception) -> bool:
