@@ -31,7 +31,7 @@ _LIMITED = frozenset({_aten.slice.Tensor, _aten.topk.default})
 SELECTING: frozenset[Callable[..., Any]] = frozenset(_ALONG) | _OF_ALL | _BY_MASK | _LIMITED
 
 
-class Limit(NamedTuple):
+class RowLimit(NamedTuple):
     """A limit that few rows do not reach.
 
     Attributes:
@@ -43,7 +43,7 @@ class Limit(NamedTuple):
     num_each: int
 
 
-def limit_not_reached(func: Any, args: Sequence[Any], num_rows: int) -> Limit | None:
+def limit_not_reached(func: Any, args: Sequence[Any], num_rows: int) -> RowLimit | None:
     """Return a limit of an operator's that lies beyond the rows that it is given; None if it has none."""
     if func not in _LIMITED or len(args) < 2 or not num_rows:
         return None
@@ -54,9 +54,9 @@ def limit_not_reached(func: Any, args: Sequence[Any], num_rows: int) -> Limit | 
     num_each = length // num_rows
     if func is _aten.topk.default:
         is_all = number == length > 1 and (args[2] if len(args) > 2 else -1) % given.dim() == 0
-        return Limit(None, num_each) if is_all else None
+        return RowLimit(None, num_each) if is_all else None
     start = args[2] if number == 0 and len(args) > 2 else None
-    return Limit(start // num_each, num_each) if isinstance(start, int) and start >= length else None
+    return RowLimit(start // num_each, num_each) if isinstance(start, int) and start >= length else None
 
 
 def values_of_rows(

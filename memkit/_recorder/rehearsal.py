@@ -42,7 +42,7 @@ from memkit._core.errors import warn_user
 from memkit._core.installed import is_users_module
 from memkit._core.printable import list_some
 from memkit._machine import random_state
-from memkit._recorder.ranked import SELECTING, Limit, limit_not_reached, values_of_rows
+from memkit._recorder.ranked import SELECTING, RowLimit, limit_not_reached, values_of_rows
 from memkit._torch import aten
 from memkit._torch.compiler import eagerly
 from memkit._torch.dispatch import LeanDispatchMode, OpOverload, fake_mode
@@ -193,7 +193,7 @@ class Rehearsal:
         self._generators: dict[int, tuple[torch.Generator, Tensor]] = {}  # the user's own, with their initial state
         self._draws: dict[tuple[object, ...], _Draw] = {}
         self.ranked: collections.deque[tuple[float, ...]] = collections.deque(maxlen=_MOST_RANKED)
-        self._limits: dict[bool, set[Limit]] = {True: set(), False: set()}  # of the whole, and of parts
+        self._limits: dict[bool, set[RowLimit]] = {True: set(), False: set()}  # of the whole, and of parts
         self._is_dirty, self.most_elements, self.is_backward = False, 0, False
         self.has_unmatched_draws = self.has_branches = self.has_permutations = False
         self.has_several_per_row = self.has_draws_for_all = self.has_fewer_draws = self.counts_in_backward = False
@@ -253,7 +253,7 @@ class Rehearsal:
             self.has_fewer_draws |= 0 < self._num_draws < self._num_draws_of_whole
 
     @property
-    def limits(self) -> set[Limit]:
+    def limits(self) -> set[RowLimit]:
         """The limits that neither the run of all rows nor one of fewer has reached."""
         return self._limits[True] & self._limits[False]
 

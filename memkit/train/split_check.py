@@ -22,7 +22,7 @@ from memkit._core.words import guided
 from memkit._gradients.loss import Loss, LossFn, call_loss_fn, check_loss_fn
 from memkit._gradients.streamed import without_hooks
 from memkit._machine.devices import host_memory, release_cached_memory
-from memkit._recorder.ranked import Limit
+from memkit._recorder.ranked import RowLimit
 from memkit._recorder.rehearsal import Attributes, HeldBuffer, HeldGradient, RanksError, Rehearsal, Span
 from memkit._recovery.attempt import Caught, Done, OutOfMemory, attempt
 from memkit._recovery.batch import refuse_as_batch
@@ -341,7 +341,7 @@ class Examination:
         self._kind: tuple[tuple[str, ...], ...] = ()
         self._doubt: SplitVerdict | None = None
         self._num_compared, self._only_losses = 0, False
-        self._not_reached: list[Limit] = []  # that were not reached in the comparison of the most rows
+        self._not_reached: list[RowLimit] = []  # that were not reached in the comparison of the most rows
         self._ranked: tuple[CutBatch | None, list[tuple[float, ...]]] = None, []  # of the last comparison
         self._has_count = False
         self._has_run_out = self._has_branches = self._has_compared = self._was_unequal_sorted = self._were_real = False

@@ -177,6 +177,8 @@ class _Case:
     def _of_messages(self, verdict: Verdict, messages: list[str]) -> str:
         if verdict.is_unequal:
             return TOLD
+        if all("the batch cannot be cut" in each for each in messages):
+            return UNCUT  # it says that the batch is trained whole, as it is
         if self.spec.mode.startswith("accumulator") and self._is_unlike_whole(verdict):
             return EARLY  # as it was told; and still what was asked for
         if verdict.is_unequal is None or self._is_unequal_with_other_data(verdict):
