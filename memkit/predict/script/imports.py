@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import partial, wraps
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
@@ -11,9 +11,12 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from memkit._core.errors import StateError
 from memkit._simulation.simulation import TRANSFORMERS_UTILS
-from memkit.predict.script.redirected import Redirection
+from memkit._torch.fake import FakeTensor
+from memkit.predict.script.redirected import WITHOUT_WRITE, Redirection
 
 # The operators for which torchvision 0.28 registers shape functions when it is imported: arguments -> results.
 _SIZES = "SymInt pooled_height, SymInt pooled_width"
@@ -59,6 +62,7 @@ class AtImport(MetaPathFinder):
         if redirection is not None:
             self._changes["pyarrow"] = partial(_read_redirected, redirection)
             self._changes["safetensors"] = partial(_refuse_writes, redirection)
+            self._changes["safetensors.torch"] = _refuse_without_data
 
     def find_spec(
         self,
@@ -99,6 +103,28 @@ def _refuse_writes(redirection: Redirection, safetensors: ModuleType) -> None:
         write(tensors, filename, *args, **kwargs)
 
     safetensors.serialize_file = serialize_file  # type: ignore[attr-defined]
+
+
+def _refuse_without_data(module: ModuleType) -> None:
+    """Refuse tensors without data, whose addresses Rust would read."""
+
+    def refusing(save: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(save)
+        def saved(tensors: dict[str, Tensor], *args: Any, **kwargs: Any) -> Any:
+            blank = next((name for name, each in tensors.items() if isinstance(each, FakeTensor)), None)
+            if blank is not None:
+                raise StateError(
+                    f"safetensors.torch.{save.__name__}(tensors, ...)",
+                    got=f"a tensor without data, {blank!r}, whose bytes safetensors reads itself",
+                    expected="tensors with data",
+                    fix=f"{WITHOUT_WRITE}.",
+                )
+            return save(tensors, *args, **kwargs)
+
+        return saved
+
+    for name in ("save", "save_file"):
+        setattr(module, name, refusing(getattr(module, name)))
 
 
 def _treat_as_real(utils: ModuleType) -> None:

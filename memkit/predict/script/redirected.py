@@ -35,6 +35,13 @@ _READERS = ("access", "getxattr", "listxattr", "lstat", "readlink", "stat", "sta
 _CHANGERS = ("chmod", "chown", "removexattr", "setxattr", "truncate", "utime")
 
 
+WITHOUT_WRITE = (
+    "leave this write out in the dry run (save_strategy='no' for transformers' Trainer), or end the run before it with "
+    "fewer --steps"
+)
+"""The way out where a library writes a file in a way that cannot be redirected."""
+
+
 class Redirection:
     """The mirror. `install` it once, in a process of its own: it cannot be undone.
 
@@ -92,8 +99,7 @@ class Redirection:
                 f"a write by {library}",
                 got=f"{os.fspath(path)!r}, a file that {library} opens itself, not by Python",
                 expected="a write by Python: others cannot be redirected to the temporary folder",
-                fix="leave this write out in the dry run (save_strategy='no' for transformers' Trainer), end the run "
-                "before it with fewer --steps, or write by torch.save(model.state_dict(), PATH).",
+                fix=f"{WITHOUT_WRITE}, or write by torch.save(model.state_dict(), PATH).",
             )
 
     # ------------------------------------------------------------------------------------------ where a path is

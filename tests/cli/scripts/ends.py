@@ -31,3 +31,7 @@ elif sys.argv[1] == "safetensors":
     from safetensors.torch import save_file
 
     save_file({"weight": torch.ones(3)}, "weights.safetensors")
+elif sys.argv[1] == "bytes of safetensors":
+    from safetensors.torch import save
+
+    save({"weight": torch.ones(3, device="cuda")})
