@@ -21,7 +21,7 @@ from memkit._core.errors import FileFormatError, InputError, InputTypeError
 from memkit._core.printable import short
 from memkit._events.json_stream import JsonStream, NotWholeError, check_density
 from memkit._events.log import BYTE_FIELDS, EVENT_KEYS, Event, LoggedDevice, LogHeader, Origin, event_of, require_count
-from memkit._events.writer import LONGEST_LINE_BYTES, looks_like_log
+from memkit._events.writer import LONGEST_LINE_BYTES, POST_MORTEM, looks_like_log
 
 if TYPE_CHECKING:  # needs NumPy, which most logs do without
     from memkit._events.allocations import Allocations
@@ -133,10 +133,23 @@ class EventFile:
             return _parse(line)
         except NotWholeError as error:
             if not self.headers and not looks_like_log(line):
+                self._refuse_post_mortem()
                 self._fail(f"{where}: {error}", "the header line of an event log, or a JSON array of events")
             return error
         except ValueError as error:
             self._fail(f"{where}: {error}", "valid JSON values, each key once")
+
+    def _refuse_post_mortem(self) -> None:
+        """Refuse a post mortem by its name, not as a broken log."""
+        with self.path.open("rb") as file:
+            is_post_mortem = POST_MORTEM.encode() in file.read(4096)
+        if is_post_mortem:
+            self._fail(
+                f"a post mortem ({POST_MORTEM})",
+                "an event log",
+                f"pass the log beside it, {str(self.path.with_suffix('.jsonl'))!r}; a post mortem is read with "
+                "json.loads(path.read_text()).",
+            )
 
     def _end_run(self, cut: str) -> None:
         if cut:

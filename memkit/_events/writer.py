@@ -22,6 +22,7 @@ if sys.platform != "win32":
     import fcntl
 
 SCHEMA = "memkit.events/1"
+POST_MORTEM = "memkit.postmortem/1"  # the schema of the JSON file beside an out-of-memory's log
 LONGEST_LINE_BYTES = 2**24  # the reader buffers no more of a file that may not be a log
 _LOG_START = b'{"schema":"memkit.events/'
 _NUM_UNWRITTEN = 10_000  # about 5 MB of events

@@ -288,6 +288,10 @@ class Rehearsal:
         how: dict[str, Any] = {"gradients_but_of": (), "with_optimizers": True}
         return Attributes(roots, content="arrays", except_for=self._except_for, **how)
 
+    def modules(self) -> set[nn.Module]:
+        """Return the modules among the roots and what they hold, and those that have run."""
+        return set().union(*(each.modules() for each in (self._attributes, *self._found)))
+
     def end_forward(self) -> None:
         """Mark the start of a run's backward, which allocates less than its forward."""
         self.left_bytes, self.is_backward = None, True

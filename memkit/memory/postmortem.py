@@ -16,7 +16,7 @@ from memkit._core.printable import printable_json
 from memkit._core.records import MemorySnapshot
 from memkit._core.units import format_bytes
 from memkit._events.log import EVENT_KEYS, Event
-from memkit._events.writer import rank_path
+from memkit._events.writer import POST_MORTEM, rank_path
 from memkit._machine import devices
 from memkit._machine.files import write_bytes, write_text
 from memkit._recovery.errors import describe_error
@@ -24,7 +24,6 @@ from memkit.memory.census import Census, take_census
 from memkit.memory.summary import summarize_host
 from memkit.memory.track import Tracker
 
-SCHEMA = "memkit.postmortem/1"
 _Result = TypeVar("_Result")
 _NUM_LARGEST = 20
 _NUM_EVENTS = 50
@@ -70,7 +69,7 @@ def write_post_mortem(
     tracked = None if tracker is None else _attempt(lambda: _tracked(tracker), problems)
     allocator = _attempt(lambda: devices.allocator_snapshot(device), problems)
     record: dict[str, Any] = {
-        "schema": SCHEMA,
+        "schema": POST_MORTEM,
         "text": _describe(error, f"{device}, rank {rank}" if world_size > 1 else str(device), phase, snapshot, census),
         "error": describe_error(error),
         "rank": rank,

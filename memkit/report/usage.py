@@ -10,7 +10,7 @@ from memkit._events.phase_names import is_evaluation
 from memkit.report.components import Components, Load
 from memkit.report.figures import ReportFigures
 from memkit.report.nodes import Bars, Bullets, Cell, Curve, Lines, Node, Paragraph, Section, Share, Size, clean
-from memkit.report.stages import EventStage, LoggedStep, LoggedSteps
+from memkit.report.stages import OWN_MARKS, EventStage, LoggedStep, LoggedSteps
 from memkit.report.thin import thin
 from memkit.report.words import Words
 
@@ -242,9 +242,12 @@ def _timeline(figures: ReportFigures, words: Words) -> Iterator[Node]:
     start = min((wall for wall in walls if wall is not None), default=0.0)
     places = [(wall or 0.0) - start if has_clock else float(index) for index, wall in enumerate(walls)]
     has_peaks = any(event.peak_bytes is not None for event in events)
+    # The peak of a tracked block is that of one of its stages, or of blocks without any.
+    has_stages = any(event.peak_bytes is not None and event.event not in OWN_MARKS for event in events)
+    own = OWN_MARKS if has_stages else frozenset[str]()
     values = {
         "line_held": [event.allocated_bytes for event in events],
-        "line_peak": [event.peak_bytes for event in events],
+        "line_peak": [None if event.event in own else event.peak_bytes for event in events],
         "line_record": [None if has_peaks else event.peak_total_bytes for event in events],
         "line_reserved": [event.reserved_bytes for event in events],
     }

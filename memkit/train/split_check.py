@@ -850,6 +850,8 @@ class Examination:
             return SplitVerdict(exact=False, error=error, modules=self._suspects, loss=other)
         if self._suspects and (found := (yield from self._judge_frozen(error))) is not None:
             return found
+        if outside := (yield from self._find_outside(prepare)):
+            return SplitVerdict(exact=False, error=error, modules=(*self._suspects, *outside))
         unknown = yield from self._find_by_mode(prepare)
         if unknown:
             names = tuple(name or type(self._model).__name__ for name in unknown)
@@ -861,11 +863,7 @@ class Examination:
         """Return a verdict if freezing batch norms explains everything, or everything but weights; else None."""
         prepare = self._prepare
 
-        def freeze() -> None:
-            prepare()
-            self._freeze(self._suspects)
-
-        self._prepare = freeze
+        self._prepare = self._freezing([self._model.get_submodule(name) for name in self._suspects], prepare)
         whole, parts = yield from self._again()
         if whole is None or parts is None:
             return None
@@ -881,6 +879,19 @@ class Examination:
             return None, None
         found = yield from self._run_apart()
         return whole, found and found[0]
+
+    def _find_outside(self, prepare: Callable[[], None]) -> Attempts:
+        """Name batch norms of other modules, such as a generator that the loss function runs, if they mix the rows."""
+        own, others = set(self._model.modules()), self._rehearsal.modules() - set(self._model.modules())
+        inner = {child for each in others for child in each.children()}
+        norms = {
+            f"{path} of {type(top).__name__}" if path else type(top).__name__: module
+            for top in others - inner
+            for path, module in top.named_modules()
+            if module not in own and _normalizes_over_rows(module)
+        }
+        self._prepare = self._freezing(list(norms.values()), prepare)
+        return sorted(norms) if norms and (yield from self._is_equal_again()) else []
 
     def _find_by_mode(self, prepare: Callable[[], None]) -> Attempts:
         """Return, by name, modules that mix rows only in training mode and that the scan missed.
@@ -979,15 +990,19 @@ class Examination:
             elif isinstance(module, (nn.MultiheadAttention, nn.RNNBase)):
                 module.dropout = 0.0
 
-    def _freeze(self, names: Sequence[str]) -> None:
-        """Make batch normalizations independent of the batch; add running statistics where missing."""
-        for name in names:
-            norm: Any = self._model.get_submodule(name)
-            norm.training = False
-            if norm.running_mean is None:
-                dtype = None if norm.weight is None else norm.weight.dtype
-                norm.running_mean = torch.zeros(norm.num_features, device=device_of(norm), dtype=dtype)
-                norm.running_var = torch.ones(norm.num_features, device=device_of(norm), dtype=dtype)
+    def _freezing(self, norms: Sequence[Any], prepare: Callable[[], None]) -> Callable[[], None]:
+        """Make batch normalizations independent of the batch, too; add running statistics where missing."""
+
+        def freeze() -> None:
+            prepare()
+            for norm in norms:
+                norm.training = False
+                if norm.running_mean is None:
+                    dtype = None if norm.weight is None else norm.weight.dtype
+                    norm.running_mean = torch.zeros(norm.num_features, device=device_of(norm), dtype=dtype)
+                    norm.running_var = torch.ones(norm.num_features, device=device_of(norm), dtype=dtype)
+
+        return freeze
 
 
 def take_workspace() -> None:

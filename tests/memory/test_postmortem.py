@@ -212,3 +212,12 @@ def test_parameters_and_what_belongs_to_them_are_named_by_their_layers(tmp_path)
     assert sorted(each["category"] for each in own) == ["gradient", "optimizer", "optimizer", "parameter"]
     for each in own:
         assert each["holder"].endswith("attribute `_parameters['weight']` of Linear (layer `model.1`)")
+
+
+def test_a_post_mortem_given_as_a_log_is_named_as_what_it_is(tmp_path):
+    memory = mk.MemoryManager("cpu")
+    with pytest.raises(RuntimeError), memory.post_mortem(tmp_path):
+        torch.empty(2**50)
+    with pytest.raises(mk.errors.FileFormatError, match=r"got a post mortem .*pass the log beside it, .*\.jsonl'"):
+        mk.report.read_memory_events(tmp_path / "out-of-memory.json")
+    assert mk.report.read_memory_events(tmp_path / "out-of-memory.jsonl").events

@@ -380,3 +380,19 @@ def test_a_step_inside_of_a_tracker_has_its_own_peak(tmp_path):
     first, *others = figures.steps.steps
     assert not first.peak.is_known  # it began before the tracker did
     assert all(step.peak.is_known for step in others)
+
+
+def test_the_peak_of_a_tracked_block_is_not_drawn_as_that_of_a_stage_after_it(tmp_path):
+    memory = mk.MemoryManager("cpu", log=tmp_path / "log.jsonl")
+    with memory.track():
+        with memory.phase("train"):
+            torch.ones(2**22)
+        memory.step()
+        with memory.phase("validation"):
+            torch.ones(2**18)
+        memory.step()
+    memory.close()
+    report = make_report(mk.report.read_memory_events(tmp_path / "log.jsonl"))
+    lines = [node for section in report.sections for node in section.nodes if isinstance(node, Lines)]
+    peaks = [curve for curve in lines[0].lines if curve.name == WORDS("line_peak")]
+    assert [list(curve.y) for curve in peaks] == [[16 * MIB, MIB]]

@@ -4,6 +4,7 @@ import copy
 import ctypes
 import random
 import warnings
+import weakref
 
 import numpy as np
 import pytest
@@ -1267,6 +1268,29 @@ def test_a_limit_that_the_rows_that_fit_do_not_reach_is_refused(loss_fn):
     trainer = mk.MemoryEfficientTrainingWrapper(model, torch.optim.SGD(model.parameters(), lr=0.1))
     with pytest.raises(mk.MemkitOutOfMemoryError, match="splitting the batch could not be checked"):
         trainer.train_step(batch, refusing(loss_fn, 4 if isinstance(loss_fn, TwoKinds) else 3))
+
+
+@pytest.mark.parametrize("is_held", [True, False])
+def test_batch_norm_of_a_network_that_the_loss_runs_is_named(is_held):
+    """The generator's, in the discriminator's step."""
+    torch.manual_seed(0)
+    generator = nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 16))
+    critic = nn.Sequential(nn.Linear(16, 32), nn.LeakyReLU(0.2), nn.Linear(32, 1))
+    place = weakref.ref(generator)
+
+    def loss_fn(critic, batch):
+        real, noise = batch
+        with torch.no_grad():
+            fake = (generator if is_held else place())(noise)
+        return F.softplus(critic(fake)).mean() + F.softplus(-critic(real)).mean()
+
+    before = copy.deepcopy(generator.state_dict())
+    verdict = check_split(critic, (torch.randn(16, 16), torch.randn(16, 8)), loss_fn)
+    assert (verdict.exact, verdict.loss, verdict.modules) == (False, None, ("1 of Sequential",))
+    assert_same(dict(generator.state_dict()), dict(before))
+    assert generator[1].training
+    generator.eval()
+    assert check_split(critic, (torch.randn(16, 16), torch.randn(16, 8)), loss_fn)
 
 
 def in_blocks(model, batch):
