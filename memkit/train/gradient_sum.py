@@ -143,6 +143,7 @@ class GradientSum:
         # None: decided by the first graph. A graph does not hold sharded parameters: a backward cannot stop at them.
         self._only_own: bool | None = None if self.shards is None else False
         self._bystanders: Bystanders | None = None
+        self._models = [model] if isinstance(model, nn.Module) else list(model or ())  # for names
         self.predivisor: float | None = None
         self._count: Weight = 0.0
         self._has_gradients = self._has_seen_hooks = False
@@ -373,7 +374,7 @@ class GradientSum:
             if self._only_own:
                 right = constructor_call(self._caller, "[optimizer, other]")
                 way_out = f"write {right}, and leave out other.step()."
-                self._bystanders = Bystanders(loss, self._parameters, self._caller.kind, way_out)
+                self._bystanders = Bystanders(loss, self._parameters, self._caller.kind, way_out, self._models)
         scaled = self._scaler.scale(loss) if self._scaler else loss
         root = None if weight == 1.0 else torch.full_like(scaled, weight)
         if all_or_nothing and self._only_own and not self._has_hooks_for_backward():

@@ -167,3 +167,65 @@ def test_other_hooks_on_all_optimizers_still_run():
         other = SGD(nn.Linear(1, 1).parameters(), lr=0.1)
         other.step()
     assert steps == ["a", "b"] * 3
+
+
+def stepping_inside_backward(parameters):
+    """Torch's recipe: each parameter has its own optimizer, which a hook steps as soon as the gradient is complete."""
+    optimizers = {each: SGD([each], lr=0.1) for each in parameters}
+
+    def step(parameter):
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    return [each.register_post_accumulate_grad_hook(step) for each in optimizers]
+
+
+@pytest.mark.parametrize(
+    ("how", "names"),
+    [
+        ("wrapper", ["'0.bias'", "'0.weight'"]),
+        ("accumulator", ["a tensor of shape (3,)", "a tensor of shape (3, 2)"]),
+    ],
+)
+def test_optimizers_that_step_in_hooks_are_told_of_once(how, names):
+    """No backward reaches their parameters, so that nothing calls these hooks."""
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+    stepping_inside_backward(model[0].parameters())
+    optimizer, before = SGD(model[1].parameters(), lr=0.1), model[0].weight.detach().clone()
+
+    def run():
+        trainer = mk.MemoryEfficientTrainingWrapper(model, optimizer) if how == "wrapper" else None
+        accumulator = mk.GradientAccumulator(optimizer)
+        for _ in range(3):
+            if trainer is not None:
+                trainer.train_step(torch.randn(4, 2), lambda model, x: model(x).mean())
+            else:
+                accumulator.backward(model(torch.randn(4, 2)).mean(), count=4)
+                accumulator.step()
+
+    _, told = told_in(run)
+    torch.testing.assert_close(model[0].weight, before, rtol=0, atol=0)  # what it warns of
+    [message] = told
+    assert "hooks on tensors that the loss depends on are never called here" in message
+    assert all(each in message for each in names)
+    assert "[optimizer, other])" in message
+    assert "memkit.train.step_in_backward([optimizer, other])" in message
+
+
+def test_a_hook_on_an_input_is_told_of():
+    model, x, seen = nn.Linear(2, 1), torch.randn(4, 2, requires_grad=True), []
+    x.register_hook(seen.append)
+    accumulator = mk.GradientAccumulator(SGD(model.parameters(), lr=0.1))
+    _, told = told_in(lambda: accumulator.backward(model(x).mean(), count=4))
+    [message] = told
+    assert not seen
+    assert "they are on a tensor of shape (4, 2)" in message
+
+
+def test_a_gan_whose_other_network_clamps_its_gradients_is_not_told_of():
+    generator, critic = nn.Linear(2, 3), nn.Linear(3, 1)
+    for each in critic.parameters():
+        each.register_hook(lambda gradient: gradient.clamp(-1, 1))
+    trainer = mk.MemoryEfficientTrainingWrapper(generator, SGD(generator.parameters(), lr=0.1))
+    _, told = told_in(lambda: trainer.train_step(torch.randn(4, 2), lambda model, x: critic(model(x)).mean()))
+    assert not told
