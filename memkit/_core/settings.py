@@ -79,11 +79,12 @@ class Checker:
         return found
 
     def flag(self, name: str, value: Any) -> bool:
-        """Return a bool."""
-        if not isinstance(value, bool):
+        """Return a bool, also for NumPy's."""
+        kind = type(value)
+        if kind is not bool and (kind.__module__, kind.__name__) != ("numpy", "bool"):  # NumPy may not be loaded
             meant = str(value).lower() in ("yes", "true", "on", "1", "y")
             raise self.refusal(name, value, "True or False", fix=f"pass {name}={meant}.")
-        return value
+        return bool(value)
 
     def choice(self, name: str, value: Any, known: Collection[T], *, fix: str | None = None) -> T:
         """Return one of the known values; for a misspelled word, the error suggests the closest one."""

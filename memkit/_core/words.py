@@ -1,8 +1,8 @@
 """Typed errors for wrong calls, such as those in other libraries' words; the way out is the corrected call.
 
 Python answers a misspelled keyword, a missing argument or an absent method with a sentence about its own rules.
-`guided` answers with the call that works. A correct call costs nothing more: arguments are inspected only after Python
-has rejected them.
+`guided` answers with the call that works. A correct call enters no other function: apart from the switches, which have
+to be True or False, arguments are inspected only after Python has rejected them.
 
     @guided(words={"the model has it": "device"}, absent={"MemoryEfficientTrainLoop(...).run()": "fit train"})
     class Wrapper: ...
@@ -22,6 +22,7 @@ from typing import Any, NoReturn, TypeVar
 
 from memkit._core.errors import AbsentError, InputTypeError
 from memkit._core.foreign import IDEAS, VALUES
+from memkit._core.settings import Checker
 
 F = TypeVar("F", bound=Callable[..., Any])
 Rewrite = Callable[[tuple[Any, ...]], "str | None"]
@@ -54,6 +55,8 @@ def guided(
     rewrite: Mapping[str, Rewrite] | None = None,
 ) -> Callable[[F], F]:
     """Let a public function or class answer wrong calls with the corrected call.
+
+    Keywords annotated as ``bool`` are refused unless they are one (or NumPy's): ``check="False"`` would mean True.
 
     The constructor of a dataclass without ``words`` and ``rewrite`` is left alone: it is a result, which memkit makes.
 
@@ -159,8 +162,14 @@ def _as_argument(answer: str, value: Any) -> str:
 def _guided_function(
     function: F, name: str, words: ForeignWords, rewrite: Rewrite | None = None, *, is_method: bool
 ) -> F:
+    notes = getattr(function, "__annotations__", {})
+    switches = tuple(key for key, kind in notes.items() if key != "return" and kind in ("bool", bool))
+
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
+        for key in switches:
+            if type(kwargs.get(key, False)) is not bool:
+                kwargs[key] = Checker(name).flag(key, kwargs[key])
         try:
             return function(*args, **kwargs)
         except TypeError:

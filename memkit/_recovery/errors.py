@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from memkit._core.errors import InputTypeError, MemkitError, MemkitOutOfMemoryError
+from memkit._core.settings import Checker
 from memkit._machine.devices import under_memory_pressure
 
 # Backend and message. Each row matches a real message, listed with its source in tests/data/oom_corpus.json.
@@ -118,6 +119,8 @@ def is_out_of_memory(exc: BaseException, *, under_pressure: bool | None = None) 
             expected="the error itself, which has a type and causes",
             fix="inside `except Exception as exc:` write is_out_of_memory(exc)",
         )
+    if under_pressure is not None:
+        under_pressure = Checker("is_out_of_memory(exc)").flag("under_pressure", under_pressure)
     try:
         verdict = classify_oom(exc)
     except MemoryError:  # not even enough memory to inspect the error

@@ -181,7 +181,6 @@ class MemoryEfficientTrainLoop:
         progress: bool = True,
     ) -> None:
         _check_parts(trainer, train_loader, loss_fn)
-        Checker(_CALL).flag("progress", progress)
         every = {"validate_every": validate_every, "save_every": save_every, "report_every": report_every}
         for name, steps in every.items():
             if steps is not None:

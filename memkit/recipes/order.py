@@ -73,6 +73,7 @@ class ResumableBatchSampler(EpochOrder):
         check = Checker("ResumableBatchSampler(...)")
         check.whole("num_samples", num_samples)
         check.whole("batch_size", batch_size, 1)
+        shuffle, drop_last = check.flag("shuffle", shuffle), check.flag("drop_last", drop_last)
         num_left = num_samples % (batch_size * num_ranks)
         if not drop_last and 0 < num_left < num_ranks:
             raise ConfigError(

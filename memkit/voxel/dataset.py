@@ -95,7 +95,6 @@ class VoxelDataset(Dataset[Any]):
         seed: int = 0,
     ) -> None:
         check = Checker("VoxelDataset(...)")
-        check.flag("use_augmentation", use_augmentation)
         if augmentation is not None and (augmentation_config is not None or layout is not None):
             raise ConfigError(
                 check.call,

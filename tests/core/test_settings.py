@@ -30,6 +30,7 @@ class Options:
         (lambda: CHECK.number("p", np.float32(0.5), above=0, below=1), 0.5),
         (lambda: CHECK.whole("steps", np.int64(3), 1), 3),
         (lambda: CHECK.flag("flip", True), True),
+        (lambda: CHECK.flag("flip", np.bool_(False)), False),
         (lambda: CHECK.choice("mode", "fast", ("fast", "exact")), "fast"),
         (lambda: CHECK.choice("dtype", None, (None, torch.float32)), None),
         (lambda: CHECK.instance(torch.zeros(2).sum(), torch.Tensor, "a tensor", "pass one."), torch.tensor(0.0)),

@@ -4,6 +4,7 @@ import copy
 import inspect
 import pickle
 
+import numpy as np
 import pytest
 
 import memkit as mk
@@ -19,6 +20,11 @@ def train(model, steps=1, *, precision=None):
 @guided()
 def takes_two(first, second):
     return first, second
+
+
+@guided()
+def shuffles(rows, *, by_block: bool = False):
+    return rows, by_block
 
 
 @guided()
@@ -133,6 +139,21 @@ def test_the_corrected_calls_work():
     assert train("net", steps=4) == ("net", 4, None)
     assert train(1, 2, precision="bf16") == (1, 2, "bf16")
     assert Trainer("net", steps=4).step([1, 2]) == ([1, 2], None)
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"), [("False", False), ("true", True), (None, False), (1, True), (np.zeros(2), False)]
+)
+def test_a_switch_that_is_no_bool_is_refused(given, meant):
+    with pytest.raises(mk.errors.ConfigError) as caught:
+        shuffles([1], by_block=given)
+    assert (caught.value.call, caught.value.fix) == ("shuffles", f"pass by_block={meant}.")
+    assert "by_block=" in caught.value.got
+
+
+def test_a_switch_is_python_s_own_bool_inside():
+    assert [shuffles(1, by_block=given)[1] for given in (True, np.True_, np.False_)] == [True, True, False]
+    assert all(type(shuffles(1, by_block=given)[1]) is bool for given in (np.True_, np.False_))
 
 
 def test_inner_error_passes_unchanged():

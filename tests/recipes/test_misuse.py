@@ -117,6 +117,8 @@ TABLE = [
     (lambda: enhanced(enable_validation="no"), "ConfigError", "pass enable_validation=False."),
     (lambda: enhanced(num_epochs=1.5), "ConfigError", "pass num_epochs=1."),
     (lambda: enhanced().run(), "AbsentError", "write loop.run_loop()"),
+    (lambda: mk.recipes.ResumableBatchSampler(6, 3, shuffle="False"), "ConfigError", "pass shuffle=False."),
+    (lambda: mk.recipes.ResumableBatchSampler(6, 3, drop_last=None), "ConfigError", "pass drop_last=False."),
     # states
     (lambda: state(save_top_k=3), "InputTypeError", "keep=3)"),
     (lambda: state(background="yes"), "ConfigError", "pass background=True."),

@@ -15,7 +15,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from memkit._core.errors import InputError, InputTypeError, MemkitOutOfMemoryError, StateError
+from memkit._core.errors import ConfigError, InputError, InputTypeError, MemkitOutOfMemoryError, StateError
 from memkit._recovery import attempt, errors
 from memkit._recovery.attempt import recover_from_oom
 from memkit._recovery.errors import OomVerdict, classify_oom, is_out_of_memory
@@ -523,3 +523,9 @@ def test_functions_whose_call_does_no_work_are_refused():
     for fn in (parts, answer):
         assert_refused(lambda fn=fn: recover_from_oom(fn, 4), InputTypeError, "call recover_from_oom inside of it")
     assert recover_from_oom(lambda size: list(parts(size)), 4) == [4]
+
+
+def test_pressure_is_said_by_true_or_false():
+    error = RuntimeError("could not create a primitive")
+    with pytest.raises(ConfigError, match=r"is_out_of_memory\(exc\): got under_pressure='no'.*under_pressure=False\."):
+        is_out_of_memory(error, under_pressure="no")

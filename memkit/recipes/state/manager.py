@@ -128,7 +128,7 @@ class TrainingStateManager(Uncopied, Closing):
                 fix=f"write TrainingStateManager({str(self.directory.with_name('states'))!r}).",
             )
         self.mode = mode
-        self._keep, self._background = check.whole("keep", keep, 1), check.flag("background", background)
+        self._keep, self._background = check.whole("keep", keep, 1), background
         self._has_told = False  # of trained parameters that no object saves
         self._serial: int | None = None  # of the last state that this manager has saved
         self._has_told_of_others = False
