@@ -15,6 +15,7 @@ from memkit._core.errors import ConfigError, FileFormatError, InputTypeError, Me
 
 T = TypeVar("T")
 LARGEST_WHOLE = 2**63 - 1
+ANY_WHOLE = (-LARGEST_WHOLE, LARGEST_WHOLE)  # the ends, for `Checker.whole`
 
 
 class Checker:
@@ -74,8 +75,10 @@ class Checker:
         """Return an integer from ``low`` to ``high``."""
         found = as_whole(value)
         if found is None or not low <= found <= high:
-            rule = f"a whole number, {low} or more" if high == LARGEST_WHOLE else f"a whole number from {low} to {high}"
-            raise self.refusal(name, value, rule, fix=fix or f"pass {name}={_nearest_whole(value, low, high)}.")
+            rule = f", {low} or more" if high == LARGEST_WHOLE else f" from {low} to {high}"
+            rule = "" if (low, high) == ANY_WHOLE else rule
+            fix = fix or f"pass {name}={_nearest_whole(value, low, high)}."
+            raise self.refusal(name, value, f"a whole number{rule}", fix=fix)
         return found
 
     def flag(self, name: str, value: Any) -> bool:
@@ -196,9 +199,9 @@ def _example(low: float, high: float) -> float:
 def _nearest_whole(value: Any, low: int, high: int) -> int:
     """Return the whole number in the range that the user probably meant."""
     try:
-        return low if isinstance(value, bool) else min(max(int(float(value)), low), high)
+        return max(low, 0) if isinstance(value, bool) else min(max(int(float(value)), low), high)
     except (TypeError, ValueError, OverflowError):
-        return low
+        return max(low, 0)
 
 
 def check_version(call: str, state: object, *known: int) -> None:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 import numpy as np
 import numpy.typing as npt
 
 from memkit._core.errors import InputError
+from memkit._core.settings import Checker
 
 IntArray: TypeAlias = npt.NDArray[np.int64]
 Category: TypeAlias = Literal["parameter", "buffer", "gradient", "optimizer", "input", "activation", "temporary"]
@@ -140,7 +141,15 @@ class Recording:
         return self._records(self.event_storage[event : event + 1])[0] if event >= 0 else None
 
     def top(self, count: int, device: str | None = None, *, at: Moment = "peak") -> tuple[StorageRecord, ...]:
-        """Return the ``count`` largest storages that were live at the peak or at the end, largest first."""
+        """Return the ``count`` largest storages that were live at the peak or at the end, largest first.
+
+        Raises:
+            ConfigError: ``count`` is not an int of 0 or more, or ``at`` is unknown.
+            InputError: The recording has no storage on ``device``.
+        """
+        check = Checker("top(...)")
+        count = check.whole("count", count)
+        check.choice("at", at, get_args(Moment))
         held = self._held_at(at, device)
         order = np.argsort(-held, kind="stable")[:count]
         return self._records(order[held[order] > 0])

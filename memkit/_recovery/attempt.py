@@ -269,7 +269,8 @@ def _falling(sizes: SupportsIndex | Iterable[SupportsIndex]) -> Iterator[int]:
     """Yield the sizes as ints; terminates, since the sizes must be decreasing and positive."""
     call = "recover_from_oom(fn, sizes)"
     previous: int | None = None
-    is_number = not isinstance(sizes, Iterable) or getattr(sizes, "ndim", 1) == 0  # a tensor may hold one number
+    is_series = isinstance(sizes, Iterable) and not isinstance(sizes, bytes | bytearray)  # whose items are ints
+    is_number = not is_series or getattr(sizes, "ndim", 1) == 0  # a tensor may hold one number
     many: Any = _halved(_as_size(sizes, call)) if is_number else sizes
     for size in many:
         current = _as_size(size, call)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from memkit._core.errors import InputError, InputTypeError
-from memkit._core.settings import Checker
+from memkit._core.settings import ANY_WHOLE, Checker
 from memkit._core.words import guided
 from memkit._gradients.captured import UNSHARDED
 from memkit._gradients.streamed import Gradients, accumulator_dtype, with_gradients
@@ -74,7 +74,7 @@ def chunked_linear_cross_entropy(
 
     Raises:
         ConfigError: ``chunk_size`` is neither a positive int nor ``"auto"``, ``reduction`` is invalid, such as
-            ``"none"``, or ``label_smoothing`` lies outside [0, 1].
+            ``"none"``, ``label_smoothing`` lies outside [0, 1], or ``ignore_index`` is not an int.
         InputError: The shapes do not match, the targets are not int64, one of them is out of range (on CUDA that is a
             device-side assertion), or ``weight`` is a shard.
         StateError: In the backward pass with ``create_graph=True``.
@@ -116,6 +116,7 @@ def chunked_linear_cross_entropy(
             fix=UNSHARDED,
         )
     Checker(call).number("label_smoothing", label_smoothing, 0, 1, fix="pass label_smoothing=0.1, the usual value.")
+    Checker(call).whole("ignore_index", ignore_index, *ANY_WHOLE, fix="leave ignore_index out, or pass the class.")
     x, targets = x.reshape(-1, x.shape[-1]), targets.reshape(-1)
     if chunk_size is None or is_auto(chunk_size):
         chunk_size = choose_chunk_size(len(x), *weight.shape, itemsize=accumulator_dtype(x.dtype).itemsize)

@@ -575,7 +575,7 @@ def _find_place(
         if it is a card of this machine whose other tensors stay within the budget too.
     """
     device = device_of(model)
-    where = target or (str(device) if device.type == "cuda" else device.type)
+    where = target if target is not None else str(device) if device.type == "cuda" else device.type
     if budget is None:
         if where in ("cpu", "meta"):
             raise ConfigError(

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from memkit._core.attributes import UserState
 from memkit._core.errors import InputError
+from memkit._core.settings import ANY_WHOLE, Checker
 
 
 class Reducer(Protocol):
@@ -121,20 +122,29 @@ class Accuracy(_Ratio):
 
     def __init__(self, top: int = 1, *, ignore_index: int | None = None) -> None:
         super().__init__()
-        self._top, self._ignored = top, ignore_index
+        check = Checker("Accuracy(...)")
+        self._top = check.whole("top", top, 1)
+        fix = "pass the class as an int."
+        self._ignored = None if ignore_index is None else check.whole("ignore_index", ignore_index, *ANY_WHOLE, fix=fix)
 
     def update(self, *values: Tensor) -> None:
         """Add ``(scores, targets)``: (N, C) of any float dtype, and (N,) class indices.
 
         Raises:
-            InputError: The shapes do not match; or a target is no class, and not ``ignore_index``.
+            InputError: The shapes do not match, there are fewer classes than ``top``, or a target is no class, and not
+                ``ignore_index``.
         """
         shapes = [tuple(each.shape) for each in values]
         if len(shapes) != 2 or len(shapes[0]) != 2 or shapes[1] != shapes[0][:1]:
             _refuse("Accuracy.update(scores, targets)", f"shapes {shapes}", "scores (N, C) and targets (N,)")
         scores, targets = values
-        self._check(targets, scores.shape[1])
-        best = scores.topk(min(self._top, scores.shape[1]), dim=1).indices
+        num_classes = scores.shape[1]
+        if self._top > num_classes:
+            call = f"Accuracy(top={self._top}).update(scores, targets)"
+            fix = f"write Accuracy(top={max(1, num_classes - 1)})."
+            raise InputError(call, got=f"scores of {num_classes} classes", expected=f"{self._top} or more", fix=fix)
+        self._check(targets, num_classes)
+        best = scores.topk(self._top, dim=1).indices
         is_right = (best == targets[:, None]).any(dim=1) & ~scores.isnan().any(dim=1)
         if self._ignored is not None:
             is_right = is_right[targets != self._ignored]

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from memkit._core.errors import InputError, StateError
+from memkit._core.errors import InputError, InputTypeError, StateError
 from memkit._core.printable import list_some
 from memkit._core.settings import Checker
 from memkit._core.units import MIB
@@ -1053,7 +1053,9 @@ def check_split(
         The verdict; ``exact`` is None if the check was not possible, and ``reason`` says why.
 
     Raises:
-        InputTypeError: ``model`` is not a module, ``loss_fn`` is not a function, or an argument does not exist.
+        InputTypeError: ``model`` is not a module, ``loss_fn`` or ``split_fn`` is not a function, ``parameters`` holds
+            something else, or an argument does not exist.
+        ConfigError: ``num_parts`` is not an int of 1 or more, or ``parameters`` is not a list.
 
     Memory cost: activations of at most 32 rows, instead of a step's, or of two parts without a graph. Time cost: 8 rows
     go forward and backward twice, four times in a larger batch, then parts that are within 32 rows together; two parts
@@ -1069,7 +1071,11 @@ def check_split(
     """
     Checker("check_split").instance(model, nn.Module, "the model first", "write check_split(model, batch, loss_fn)")
     check_loss_fn(loss_fn, batch, call="check_split", before="model, ")
-    given = list(parameters or model.parameters())
+    check = Checker("check_split(...)")
+    check.whole("num_parts", num_parts, 1)
+    if split_fn is not None:
+        check.function("split_fn", split_fn)
+    given = list(model.parameters()) if parameters is None else _checked_parameters(check, parameters)
     if not given:
         return SplitVerdict(None, modules=scan_modules(model), reason=_NOTHING_TO_TRAIN)
     try:
@@ -1084,6 +1090,16 @@ def check_split(
         with run as micro:
             run.backward(call_loss_fn(loss_fn, model, micro, call="loss_fn"))
     return examination.verdict
+
+
+def _checked_parameters(check: Checker, parameters: Any) -> list[nn.Parameter]:
+    found = list(check.series("parameters", parameters))
+    for each in found:
+        if not isinstance(each, Tensor) or not each.is_leaf:  # one parameter alone has rows, which are no leaves
+            got = f"parameters=a {type(parameters).__name__} of {type(each).__name__}"
+            fix = "write check_split(model, batch, loss_fn, parameters=model.parameters())."
+            raise InputTypeError(check.call, got=got, expected="a list of parameters", fix=fix)
+    return found
 
 
 _HALF = (torch.float16, torch.bfloat16)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from memkit._core.errors import InputError, InputTypeError
 from memkit._core.printable import described
+from memkit._core.settings import Checker
 from memkit._core.sparse_voxels import SparseVoxels
 from memkit._core.voxel_keys import LinearKeys
 from memkit._core.words import guided
@@ -174,6 +175,7 @@ def feature_mae(
 def count_voxels(prediction: Grid, target: Grid, *, threshold: float) -> Tensor:
     """Count the voxels in both, in the prediction, and in the target: (3, B) float64, NaN for samples with NaN."""
     call = "voxel_scores(prediction, target)"
+    Checker("voxel_scores(...)").number("threshold", threshold, fix="pass threshold=0.5, the usual one.")
     if isinstance(prediction, SparseVoxels) and isinstance(target, SparseVoxels):
         _check_alike(prediction, target, call, features=False)
         samples = [

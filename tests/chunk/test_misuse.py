@@ -205,6 +205,10 @@ MISUSES = [
     ),
     (lambda: entropy(hidden, weight.T, y), InputError, "write chunked_linear_cross_entropy(x, weight.T, targets)"),
     (lambda: entropy(hidden, weight, y, reduction="avg"), ConfigError, "pass reduction='mean'."),
+    *(
+        (lambda given=given: entropy(hidden, weight, y, ignore_index=given), ConfigError, "or pass the class.")
+        for given in (1.5, float("nan"), float("inf"), 1j, True, None)
+    ),
 ]
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from memkit._core.errors import ConfigError, InputError, InputTypeError, MemkitError
-from memkit._core.settings import Checker
+from memkit._core.settings import ANY_WHOLE, Checker
 
 CHECK = Checker("train(...)")
 
@@ -56,6 +56,7 @@ REFUSALS: list[tuple[Callable[[], Any], type[MemkitError], str, str, str]] = [
     (lambda: CHECK.whole("steps", 0, 1), ConfigError, "steps=0", "a whole number, 1 or more", "pass steps=1."),
     (lambda: CHECK.whole("steps", 2.5, 1), ConfigError, "steps=2.5", "a whole number, 1 or more", "pass steps=2."),
     (lambda: CHECK.whole("bits", 9, 1, 8), ConfigError, "bits=9", "a whole number from 1 to 8", "pass bits=8."),
+    (lambda: CHECK.whole("label", "x", *ANY_WHOLE), ConfigError, "label='x'", "a whole number", "pass label=0."),
     (lambda: CHECK.flag("flip", 1), ConfigError, "flip=1", "True or False", "pass flip=True."),
     (lambda: CHECK.choice("mode", "fats", ("fast",)), ConfigError, "mode='fats'", "'fast'", "pass mode='fast'."),
     (lambda: CHECK.choice("p", "bf16", ("bf16-mixed", "bf16-true"), fix="which?"), ConfigError, "p=", "one", "which?"),

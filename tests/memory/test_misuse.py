@@ -49,6 +49,9 @@ TABLE = [
     (lambda: manager().snapshot()["allocated_bytes"], "InputTypeError", "write dataclasses.asdict(snapshot)"),
     (lambda: manager().events.save(), "InputTypeError", "write save(path)"),
     (lambda: manager().events.dump(), "AbsentError", "write memory.events.save('memory_events.jsonl')"),
+    *((lambda at=at: tracker().top(at=at), "ConfigError", "pass at='peak'.") for at in ("Peak", "start", None)),
+    (lambda: tracker().top("3"), "ConfigError", "pass count=3."),
+    (lambda: tracker().top(-1), "ConfigError", "pass count=0."),
     (lambda: mk.memory.Tracker("cpu"), "InputTypeError", "write Tracker(device='cpu')"),
 ]
 

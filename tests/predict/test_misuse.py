@@ -206,6 +206,14 @@ TABLE = [
         "ConfigError",
         "write gradient_accumulation_steps=4.",
     ),
+    # values that stand for nothing
+    (lambda: plan(MODEL, BATCH, loss_fn, budget="1GiB", target=""), "InputError", "says whether a size is enough."),
+    (lambda: plan(MODEL, BATCH, loss_fn, budget="1GiB", target=0), "InputTypeError", "budget='0GiB')."),
+    (lambda: plan(MODEL, BATCH, loss_fn, budget="1GiB", target=[]), "InputTypeError", "for the GPU of this machine."),
+    (lambda: advise(MODEL, BATCH, loss_fn, split_fn="rows"), "InputTypeError", "not its result split_fn()."),
+    (lambda: advise(MODEL, BATCH, loss_fn, fewer_edges="half"), "InputTypeError", "not its result fewer_edges()."),
+    (lambda: mk.predict.profile_scaling(loss_fn, b"x"), "ConfigError", "[1000, 10_000], modes=('train',)."),
+    (lambda: mk.predict.profile_scaling(None, [1, 2]), "InputTypeError", "not its result build_step()."),
     (lambda: mk.recipes.run_memory_test(analysis="all"), "ConfigError", "pass analysis='full'."),
     (lambda: mk.recipes.run_memory_test(gpus="RTX 4090"), "ConfigError", "pass gpus=['RTX 4090']."),
 ]

@@ -119,6 +119,16 @@ TABLE = [
     (lambda: enhanced().run(), "AbsentError", "write loop.run_loop()"),
     (lambda: mk.recipes.ResumableBatchSampler(6, 3, shuffle="False"), "ConfigError", "pass shuffle=False."),
     (lambda: mk.recipes.ResumableBatchSampler(6, 3, drop_last=None), "ConfigError", "pass drop_last=False."),
+    # reducers
+    (lambda: mk.recipes.Accuracy(top=0), "ConfigError", "pass top=1."),
+    (lambda: mk.recipes.Accuracy(float("inf")), "ConfigError", "pass top=1."),
+    (lambda: mk.recipes.Accuracy(None), "ConfigError", "pass top=1."),
+    (lambda: mk.recipes.Accuracy(ignore_index="3"), "ConfigError", "pass the class as an int."),
+    (
+        lambda: mk.recipes.Accuracy(top=5).update(torch.ones(4, 3), torch.zeros(4, dtype=torch.int64)),
+        "InputError",
+        "write Accuracy(top=2).",
+    ),
     # states
     (lambda: state(save_top_k=3), "InputTypeError", "keep=3)"),
     (lambda: state(background="yes"), "ConfigError", "pass background=True."),

@@ -529,3 +529,7 @@ def test_pressure_is_said_by_true_or_false():
     error = RuntimeError("could not create a primitive")
     with pytest.raises(ConfigError, match=r"is_out_of_memory\(exc\): got under_pressure='no'.*under_pressure=False\."):
         is_out_of_memory(error, under_pressure="no")
+
+
+def test_bytes_are_no_sizes():
+    assert_refused(lambda: recover_from_oom(str, b"x"), InputTypeError, "recover_from_oom")

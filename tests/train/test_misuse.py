@@ -338,6 +338,28 @@ SPLIT = [
         InputTypeError,
         "write check_split(model, batch, loss_fn)",
     ),
+    *(
+        (lambda n=n: mk.train.check_split(net(), BATCH, mean_square, num_parts=n), ConfigError, "pass num_parts=1.")
+        for n in (0, -1, float("nan"), None)
+    ),
+    (
+        lambda: mk.train.check_split(net(), BATCH, mean_square, split_fn="x"),
+        InputTypeError,
+        "not its result split_fn().",
+    ),
+    (
+        lambda: mk.train.check_split(net(), BATCH, mean_square, parameters="abc"),
+        ConfigError,
+        "pass parameters=[...].",
+    ),
+    *(
+        (
+            lambda given=given: mk.train.check_split(net(), BATCH, mean_square, parameters=given),
+            InputTypeError,
+            "write check_split(model, batch, loss_fn, parameters=model.parameters()).",
+        )
+        for given in (["a", None], net()[0].weight, net().named_parameters())
+    ),
     (lambda: mk.train.check_split(net(), BATCH), InputTypeError, "write check_split(model, batch, loss_fn)"),
     (
         lambda: mk.train.check_split(net(), BATCH, criterion=mean_square),

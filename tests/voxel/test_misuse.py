@@ -145,6 +145,10 @@ CALLS = [
     (lambda: mk.StructurePreservingLoss(reduction="sum"), InputTypeError, "write StructurePreservingLoss()"),
     (lambda: mk.OccupancyAwareLoss(pos_weight=3), InputTypeError, "write OccupancyAwareLoss(occupied_weight=3)"),
     (lambda: mk.Perceptual3DLoss(in_channels=2, base_channels=8)(X[None]), InputTypeError, "(prediction, target)"),
+    *(
+        (lambda given=given: mk.voxel.voxel_iou(X[0], X[1], threshold=given), ConfigError, "=0.5, the usual one.")
+        for given in (float("nan"), None, "0.5")
+    ),
     (lambda: mk.CompositeLoss3D(), InputTypeError, "CompositeLoss3D({'edges': (StructurePreservingLoss(), 1.0)})"),
     (lambda: mk.CompositeLoss3D({"edges": LOSS}), ConfigError, "write {'edges': (StructurePreservingLoss(), 1.0)}"),
     (

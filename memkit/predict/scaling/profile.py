@@ -7,6 +7,7 @@ from functools import cache, partial
 from typing import Any
 
 from memkit._core.errors import ConfigError, warn_user
+from memkit._core.settings import Checker
 from memkit._simulation.tensors import check_selected_fraction
 from memkit.predict.scaling.deterministic import DeterministicLaw
 from memkit.predict.scaling.law import Law, checked_size
@@ -74,6 +75,7 @@ def profile_scaling(
         >>> law.tier, law.order, law.predict(100_000_000), law.max_n("24GiB")
         ('structural', 1, 83200014120, 30973304)
     """
+    Checker("profile_scaling").function("build_step", build_step)
     ascending = checked_sizes(f"profile_scaling(build_step, sizes={sizes!r}, modes={modes!r})", sizes, modes)
     check_selected_fraction("profile_scaling(...)", selected_fraction)
     points: list[ScalingPoint] = []
@@ -108,7 +110,7 @@ def _through(traces: Sequence[StepTrace], reason: str) -> DeterministicLaw:
 
 def checked_sizes(call: str, sizes: Any, modes: Any) -> list[int]:
     """Return the distinct sizes, ascending; raise if sizes or modes are invalid. ``call`` is the user's call."""
-    is_series = isinstance(sizes, Sized) and not isinstance(sizes, str)
+    is_series = isinstance(sizes, Sized) and not isinstance(sizes, str | bytes | bytearray)  # bytes hold ints
     if (
         not is_series
         or not len(sizes)

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from memkit._advice.suggest import Standing, rank
 from memkit._core.errors import ConfigError, MemkitError
+from memkit._core.settings import Checker
 from memkit._core.units import format_bytes
 from memkit._core.words import guided
 from memkit._gradients.loss import LossFn
@@ -117,6 +118,9 @@ def advise(
             fix="write precision='bf16-mixed'." if is_mixed else "write precision=None: the step uses no autocast.",
         )
     check_selected_fraction("advise(...)", selected_fraction)
+    for name, given in (("split_fn", split_fn), ("fewer_edges", fewer_edges)):
+        if given is not None:
+            Checker("advise").function(name, given)
     training = Training(model, sample_batch, loss_fn, optimizer, precision, selected_fraction, split_fn)
     trial = _Trial(training, target, budget)
     if trial.plain.estimate is not None:
