@@ -423,7 +423,10 @@ def copied(batch: Tree) -> Tree:
 
 def _own(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
-        return leaf.detach().clone().requires_grad_(leaf.requires_grad)
+        own = leaf.detach().clone().requires_grad_(leaf.requires_grad)
+        if vars(leaf):
+            _carry_attributes(leaf, own, is_whole=True)
+        return own
     if isinstance(leaf, PLAIN):
         return leaf
     outcome = unless_failed((Exception,), copy.deepcopy, leaf)
@@ -487,16 +490,54 @@ def _slice(node: Any, rows: slice | list[int], num_rows: int) -> Any:
     if isinstance(node, ARRAYS):
         if node.ndim == 0:
             return node
-        if isinstance(node, torch.Tensor) and not node.requires_grad:
-            # Else what a part's forward writes into it (coordinates += update) would join the graphs of all parts.
-            return node[rows].detach()
-        return node[rows]
+        if not isinstance(node, torch.Tensor):
+            return node[rows]
+        # Else what a part's forward writes into it (coordinates += update) would join the graphs of all parts.
+        part = node[rows] if node.requires_grad else node[rows].detach()
+        if vars(node):
+            _carry_attributes(node, part, is_whole=isinstance(rows, slice) and len(part) == len(node))
+        return part
     if isinstance(node, SampleList):
         return node.with_items(_items(node.items, rows))
     if type(node) in (tuple, list) and _is_column(node, num_rows):
         return _items(node, rows)
     children = children_of(node)
     return node if children is None else with_children(node, [_slice(child, rows, num_rows) for child in children])
+
+
+def _carry_attributes(source: torch.Tensor, part: torch.Tensor, *, is_whole: bool) -> None:
+    """Give a part, or a copy, the Python attributes of a tensor that its class has not given it already.
+
+    Args:
+        source: The tensor.
+        part: Some of its rows.
+        is_whole: Whether these are all of its rows, in order.
+
+    Raises:
+        InputError: An attribute may have an entry for each row of the tensor, and the part has not these rows.
+    """
+    missing = _attributes_missing_in(part, source)
+    for name, value in missing.items():
+        if not is_whole and _may_have_rows(value, len(source)):
+            raise InputError(
+                _CALL,
+                got=f"a {type(source).__name__} of {len(source)} rows, whose attribute {name!r} has as many",
+                expected="attributes that belong to all rows: only the tensor itself is cut",
+                fix=f"put it into the batch beside the tensor, {{'x': x, {name!r}: x.{name}}}; if it belongs to "
+                "all rows, make it a tuple.",
+            )
+    vars(part).update(missing)
+
+
+def _attributes_missing_in(part: torch.Tensor, source: torch.Tensor) -> dict[str, Any]:
+    if type(source).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        return {}  # they make up the tensor: a fake one's memory, a sharded one's placement
+    return {name: value for name, value in vars(source).items() if name not in vars(part)}
+
+
+def _may_have_rows(value: Any, num_rows: int) -> bool:
+    is_list = type(value) is list and len(value) == num_rows
+    return is_list or any(_has_rows(each) and len(each) == num_rows for each in list_leaves(value))
 
 
 def _items(node: Any, rows: slice | list[int]) -> Any:
@@ -508,7 +549,7 @@ def _join(nodes: Sequence[Any], sizes: Sequence[int]) -> Any:
     first, kind = nodes[0], type(nodes[0])
     if all(type(node) is kind for node in nodes):
         if all(map(_has_rows, nodes)):
-            return torch.cat(list(nodes)) if isinstance(first, torch.Tensor) else np.concatenate(nodes)
+            return _join_tensors(nodes) if isinstance(first, torch.Tensor) else np.concatenate(nodes)
         if kind in (tuple, list) and all(map(_is_column, nodes, sizes)):
             return kind(itertools.chain.from_iterable(nodes))
         if kind is SampleList:
@@ -525,6 +566,26 @@ def _join(nodes: Sequence[Any], sizes: Sequence[int]) -> Any:
         expected="batches of the same structure, and equal values where one value belongs to all rows",
         fix="remove this entry from the batch, or give one value per row.",
     )
+
+
+def _join_tensors(nodes: Sequence[torch.Tensor]) -> torch.Tensor:
+    joined = torch.cat(list(nodes))
+    if any(map(vars, nodes)):
+        first, *others = [_attributes_missing_in(joined, node) for node in nodes]
+        if not all(_are_same(each, first) for each in others):
+            raise InputError(
+                "putting the rows of several batches together",
+                got=f"tensors of the type {type(nodes[0]).__name__} with different attributes",
+                expected="equal values where one value belongs to all rows",
+                fix="put what differs into the batch beside the tensor, one value per row.",
+            )
+        vars(joined).update(first)
+    return joined
+
+
+def _are_same(attributes: dict[str, Any], others: dict[str, Any]) -> bool:
+    same = unless_failed((Exception,), lambda: all(map(_is_same, attributes.values(), others.values())))
+    return attributes.keys() == others.keys() and isinstance(same, Done) and same.result
 
 
 def _levels_of(nodes: Sequence[Any]) -> list[Sequence[Any]]:

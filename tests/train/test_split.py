@@ -15,10 +15,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import memkit as mk
 from memkit.train.split import (
     Surveyor,
+    copied,
     count_elements,
     count_rows,
     cut_batch,
     join_rows,
+    pick_rows,
     split_batch,
     survey,
     survey_packed,
@@ -356,3 +358,70 @@ def test_a_read_only_mapping_is_cut_into_such():
     parts = [part for part, _ in split_batch(batch, 2)]
     assert [(type(each), each["name"]) for each in parts] == [(MappingProxyType, "text")] * 2
     assert_same([each["x"] for each in parts], [batch["x"][:2], batch["x"][2:]])
+
+
+class Scaled(torch.Tensor):
+    """Rows that are to be multiplied by one number, as image tensors carry the size of their canvas."""
+
+    scale = 1.0
+
+
+def scaled(rows=6, **attributes):
+    x = torch.arange(rows * 2.0).reshape(rows, 2).as_subclass(Scaled)
+    vars(x).update({"scale": 2.0} | attributes)
+    return x
+
+
+@pytest.mark.parametrize("needs_gradient", [False, True])
+def test_parts_have_the_attributes_of_a_tensor(needs_gradient):
+    x = scaled(sizes=(1, 2, 3, 4, 5, 6)).requires_grad_(needs_gradient)
+    parts = [part["x"] for part, _ in split_batch({"x": x}, 3)]
+    parts += [pick_rows(x, [4, 1], num_rows=6), copied(x), join_rows(parts)]
+    assert [(type(each), each.scale, each.sizes) for each in parts] == [(Scaled, 2.0, x.sizes)] * 6
+    parts[0].scale = 3.0
+    assert x.scale == 2.0
+    plain = torch.ones(4, 1)
+    plain.tag = "mine"
+    assert take_rows(plain, 1, 3).tag == "mine"
+
+
+def test_a_split_step_reads_the_attributes_of_a_tensor():
+    found = []
+    for num_parts in (1, 3):
+        torch.manual_seed(0)
+        model = nn.Linear(2, 1)
+        trainer_of(model, accumulation_steps=num_parts).train_step(
+            scaled() / 10, lambda model, x: (model(x.as_subclass(torch.Tensor) * x.scale)).square().mean()
+        )
+        found.append(model.weight.detach())
+    torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize("ids", [torch.arange(6), np.arange(6), [0, 1, 2, 3, 4, 5], {"a": torch.zeros(6, 2)}])
+def test_an_attribute_that_may_have_a_row_for_each_is_refused(ids):
+    x = scaled(ids=ids)
+    for call in (lambda: split_batch(x, 2), lambda: pick_rows(x, [5, 4, 3, 2, 1, 0], num_rows=6)):
+        assert_refused(call, mk.errors.InputError, "whose attribute 'ids' has as many", "{'x': x, 'ids': x.ids}")
+    assert take_rows(x, 0, 6).ids is ids
+
+
+def test_tensors_with_different_attributes_are_not_joined():
+    assert_refused(lambda: join_rows([scaled(), scaled(scale=3.0)]), mk.errors.InputError, "different attributes")
+    assert_refused(
+        lambda: join_rows([scaled(center=torch.zeros(2)), scaled(center=torch.zeros(2))]), mk.errors.InputError
+    )
+
+
+def test_a_class_that_gives_parts_their_attributes_has_its_way():
+    class Counting(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            result = super().__torch_function__(func, types, args, kwargs)
+            if isinstance(result, Counting):
+                result.made_by = func.__name__
+            return result
+
+    x = torch.ones(4, 2).as_subclass(Counting)
+    x.made_by, x.unit = "me", "mm"
+    part = take_rows(x, 0, 2)
+    assert (part.made_by, part.unit) == ("detach", "mm")
