@@ -19,7 +19,15 @@ from memkit._machine import random_state
 from memkit._recovery.sizes import SizeMemory
 from memkit.memory.manager import MemoryManager
 from memkit.recipes.foreign import Counters, diffusion_losses, images_and_condition, stateful_parts
-from memkit.recipes.loop import EndedBy, LoopResult, MemoryEfficientTrainLoop, StateStore, read_objects
+from memkit.recipes.loop import (
+    EndedBy,
+    LoopResult,
+    MemoryEfficientTrainLoop,
+    StateStore,
+    check_helpers,
+    is_loader,
+    read_objects,
+)
 from memkit.recipes.loss_state import Validations
 from memkit.recipes.order import repeat_epoch
 from memkit.recipes.reducers import Reducer
@@ -229,8 +237,9 @@ def create_enhanced_train_loop(
         A loop with ``run_loop()``.
 
     Raises:
-        InputTypeError: The object has no ``run_step``, its ``run_step`` cannot be replaced, or one of the ``objects``
-            has no state.
+        InputTypeError: The object has no ``run_step``, its ``run_step`` cannot be replaced, ``val_dataloader`` cannot
+            be iterated, ``val_fn`` is not a function, one of the ``objects`` has no state, or ``reducers``,
+            ``monitor`` or ``state`` lacks the methods that the loop calls.
         ConfigError: An argument is missing, or two settings conflict.
 
     Memory cost: none beyond the loop's; a validation that runs out of memory is split, as in
@@ -267,6 +276,7 @@ def create_enhanced_train_loop(
         )
     check.flag("enable_validation", enable_validation)
     check.whole("num_epochs", num_epochs)
+    check_helpers(_CALL, val_fn=val_fn, reducers=reducers, monitor=monitor, state=state)
     base, run = base_train_loop, _runner(base_train_loop, num_epochs)
     is_own = isinstance(base, MemoryEfficientTrainLoop)
     model = base.trainer.model if is_own else getattr(base, "model", None)
@@ -332,6 +342,10 @@ def _runner(base: Any, num_epochs: int) -> Callable[[], Any]:
 
 
 def _check_batches(loader: Iterable[Any], num_batches: int | None) -> None:
+    if not is_loader(loader):
+        got = f"a {type(loader).__name__} as val_dataloader"
+        fix = "pass val_dataloader=val_dataloader, a DataLoader or a list."
+        raise InputTypeError(_CALL, got=got, expected="batches to iterate over", fix=fix)
     if num_batches is not None:
         Checker(_CALL).whole("num_val_batches", num_batches, 1)
     elif isinstance(loader, Iterator):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 import math
+import os
 import time
 from collections.abc import Iterable, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -144,8 +145,9 @@ class MemoryEfficientTrainLoop:
 
     Raises:
         ConfigError: A setting is invalid, or two settings conflict.
-        InputTypeError: ``trainer`` is not a wrapper, ``train_loader`` cannot be iterated, ``loss_fn`` is not a
-            function, ``plateau`` does not step with a figure, or one of the ``objects`` has no state.
+        InputTypeError: ``trainer`` is not a wrapper, a loader cannot be iterated, ``loss_fn`` or ``val_fn`` is not a
+            function, ``plateau`` does not step with a figure, one of the ``objects`` has no state, or ``reducers``,
+            ``monitor``, ``state`` or ``writer`` lacks the methods that the loop calls.
 
     Example:
         >>> import torch, memkit as mk
@@ -181,6 +183,10 @@ class MemoryEfficientTrainLoop:
         progress: bool = True,
     ) -> None:
         _check_parts(trainer, train_loader, loss_fn)
+        check_helpers(_CALL, val_fn=val_fn, reducers=reducers, monitor=monitor, state=state, writer=writer)
+        if val_loader is not None and not is_loader(val_loader):
+            got, fix = f"a {type(val_loader).__name__} as val_loader", f"write {_CALL}(..., val_loader=val_loader)."
+            _refuse_part(got, "batches to iterate over", fix)
         every = {"validate_every": validate_every, "save_every": save_every, "report_every": report_every}
         for name, steps in every.items():
             if steps is not None:
@@ -527,7 +533,7 @@ def _check_parts(trainer: object, train_loader: object, loss_fn: object) -> None
         _refuse_part(f"a {type(trainer).__name__}", _EXPECTED, f"write {right}.")
     if callable(train_loader) and not isinstance(train_loader, Iterable) and isinstance(loss_fn, Iterable):
         _refuse_part("the function second and the batches third", "the batches, then the function", f"write {right}.")
-    if not isinstance(train_loader, Iterable) and not hasattr(train_loader, "__getitem__"):
+    if not is_loader(train_loader):
         _refuse_part(f"a {type(train_loader).__name__} as train_loader", "batches to iterate over", f"write {right}.")
     if not callable(loss_fn):
         _refuse_part(
@@ -535,6 +541,53 @@ def _check_parts(trainer: object, train_loader: object, loss_fn: object) -> None
             "a function loss_fn(model, batch)",
             f"write {_CALL}(trainer, train_loader, lambda model, batch: criterion(model(batch[0]), batch[1])).",
         )
+
+
+def is_loader(value: object) -> bool:
+    """Return whether batches can be iterated over."""
+    return isinstance(value, Iterable) or hasattr(value, "__getitem__")
+
+
+def check_helpers(
+    call: str, *, val_fn: object, reducers: object, monitor: object, state: object, writer: object = None
+) -> None:
+    """Refuse helpers of a loop that could not work: the run would only find out at its first validation or save.
+
+    Args:
+        call: The user's call, for messages.
+        val_fn: The function to validate with, or None.
+        reducers: Reducers by name, or None.
+        monitor: A `ValidationMonitor`, or None.
+        state: A `StateStore`, or None.
+        writer: A `Writer`, or None.
+
+    Raises:
+        InputTypeError: One of them has another type.
+    """
+    if val_fn is not None:
+        Checker(call).function("val_fn", val_fn)
+    if reducers is not None and not isinstance(reducers, Mapping):
+        fix = "pass reducers={'accuracy': mk.recipes.Accuracy()}."
+        raise InputTypeError(
+            f"{call}(reducers=...)", got=f"a {type(reducers).__name__}", expected="reducers by name", fix=fix
+        )
+    for name, reducer in (reducers or {}).items():
+        made = f"{reducer.__name__}()" if isinstance(reducer, type) else "mk.recipes.Mean()"
+        _check_methods(f"{call}(reducers=...)", reducer, "update result reset", f"pass reducers={{{name!r}: {made}}}.")
+    path = repr(os.fspath(state)) if isinstance(state, str | os.PathLike) else "'states'"
+    for name, helper, methods, made in (
+        ("monitor", monitor, "update", "mk.ValidationMonitor(patience=5)"),
+        ("state", state, "save restore", f"mk.TrainingStateManager({path})"),
+        ("writer", writer, "add_scalar", "torch.utils.tensorboard.SummaryWriter()"),
+    ):
+        if helper is not None:
+            _check_methods(f"{call}({name}=...)", helper, methods, f"pass {name}={made}.")
+
+
+def _check_methods(call: str, thing: object, methods: str, fix: str) -> None:
+    if isinstance(thing, type) or not all(callable(getattr(thing, each, None)) for each in methods.split()):
+        expected = f"an object with {' and '.join(f'{each}()' for each in methods.split())}"
+        raise InputTypeError(call, got=described(thing), expected=expected, fix=fix)
 
 
 def _check_plateau(plateau: object, monitor: ValidationMonitor | None) -> None:

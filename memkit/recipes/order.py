@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from memkit._core.epochs import EpochOrder, refuse_to_go_on
 from memkit._core.errors import ConfigError, InputTypeError, warn_user
-from memkit._core.printable import list_some
+from memkit._core.printable import described, list_some
 from memkit._core.protocols import ResumableOrder
 from memkit._core.settings import Checker
 
@@ -280,11 +280,12 @@ class ResumableLoader:
     """
 
     def __init__(self, loader: DataLoader[Any]) -> None:
-        order: Any = loader.batch_sampler
+        order: Any = getattr(loader, "batch_sampler", None)
         if not isinstance(order, ResumableOrder):
+            is_loader = isinstance(loader, DataLoader)
             raise InputTypeError(
                 "ResumableLoader(loader)",
-                got=f"a loader whose batch_sampler is {type(order).__name__}",
+                got=f"a loader whose batch_sampler is {type(order).__name__}" if is_loader else described(loader),
                 expected="a batch sampler whose order is determined by seed and epoch",
                 fix="create the loader with DataLoader(dataset, batch_sampler=ResumableBatchSampler(len(dataset), "
                 "32)).",

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol, final
 
 import torch
 from torch import Tensor
 
 from memkit._core.attributes import UserState
-from memkit._core.errors import InputError
+from memkit._core.errors import InputError, InputTypeError
 from memkit._core.settings import ANY_WHOLE, Checker
 
 
@@ -85,7 +86,7 @@ class WeightedMean(_Ratio):
         Raises:
             InputError: There are not two tensors, or their shapes differ.
         """
-        shapes = [tuple(each.shape) for each in values]
+        shapes = _shapes("WeightedMean.update(values, weights)", values, "two tensors of the same shape")
         if len(values) != 2 or shapes[0] != shapes[1]:
             _refuse("WeightedMean.update(values, weights)", f"shapes {shapes}", "two tensors of the same shape")
         value, weight = (each.double() for each in values)
@@ -134,7 +135,7 @@ class Accuracy(_Ratio):
             InputError: The shapes do not match, there are fewer classes than ``top``, or a target is no class, and not
                 ``ignore_index``.
         """
-        shapes = [tuple(each.shape) for each in values]
+        shapes = _shapes("Accuracy.update(scores, targets)", values, "scores (N, C) and targets (N,)")
         if len(shapes) != 2 or len(shapes[0]) != 2 or shapes[1] != shapes[0][:1]:
             _refuse("Accuracy.update(scores, targets)", f"shapes {shapes}", "scores (N, C) and targets (N,)")
         scores, targets = values
@@ -159,6 +160,14 @@ class Accuracy(_Ratio):
         if wrong:
             fix = f"if it marks rows to leave out, write Accuracy(ignore_index={min(wrong)})."
             raise InputError(call, got=f"the target {min(wrong)}", expected=expected, fix=fix)
+
+
+def _shapes(call: str, values: Sequence[object], expected: str) -> list[tuple[int, ...]]:
+    for each in values:
+        if not isinstance(each, Tensor):
+            fix = f"let the evaluation function return {expected}."
+            raise InputTypeError(call, got=f"a {type(each).__name__}", expected=expected, fix=fix)
+    return [tuple(each.shape) for each in values if isinstance(each, Tensor)]
 
 
 def _refuse(call: str, got: str, expected: str) -> None:
