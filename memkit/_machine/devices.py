@@ -39,6 +39,7 @@ else:
     )
 
 _PRESSURE = 0.1  # a device or host with less than this share free is under memory pressure
+_M_MMAP_THRESHOLD, _MAPPED_BYTES = -3, 2**17  # glibc's number of the option, and the value it starts with
 _WITHOUT_PEAK = frozenset({"cpu", "meta", "mps"})
 USAGE_UNIT = 1 if sys.platform in ("darwin", "win32") else 1024
 """Bytes per unit of ``ru_maxrss``."""
@@ -215,8 +216,9 @@ def prefers_bfloat16(device: torch.device) -> bool:
 
 
 def release_cached_memory() -> None:
-    """Collect reference cycles, then return the accelerator allocator's unused blocks to the driver."""
+    """Collect reference cycles, then return the free heap to the system, and the accelerator's cache to its driver."""
     gc.collect()
+    trim_heap()
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is not None:
         machine.empty_cache(accelerator.type)
@@ -238,6 +240,21 @@ def trim_heap() -> None:
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
         if trim is not None:
             trim(0)
+
+
+def keep_heap_whole() -> None:
+    """Have the C library (glibc) map each large block on its own from now on; otherwise do nothing.
+
+    By default, glibc takes blocks of up to 32 MiB from its heap once one of that size was freed. The small blocks that
+    stay between them leave gaps that serve no large block and that the system does not get back: in a limited address
+    space, micro-batches then run out of memory at any size.
+
+    Time cost: the system maps and clears the pages of each large block when it is made.
+    """
+    if sys.platform == "linux":
+        set_option = getattr(ctypes.CDLL(None), "mallopt", None)
+        if set_option is not None:
+            set_option(_M_MMAP_THRESHOLD, _MAPPED_BYTES)
 
 
 def resident_bytes() -> int:

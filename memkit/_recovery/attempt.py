@@ -16,8 +16,8 @@ from types import TracebackType
 from typing import Any, Generic, SupportsIndex, TypeVar
 
 from memkit._core.errors import InputError, InputTypeError, MemkitOutOfMemoryError
-from memkit._machine.devices import release_cached_memory
-from memkit._recovery.errors import describe_error, drop_frames, is_out_of_memory
+from memkit._machine.devices import keep_heap_whole, release_cached_memory
+from memkit._recovery.errors import classify_oom, describe_error, drop_frames, is_out_of_memory
 
 _logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -87,6 +87,10 @@ def _judge(error: BaseException, others: Kinds) -> Failure | None:
     else:
         return None
     drop_frames(error)
+    with contextlib.suppress(MemoryError):  # not even enough memory to inspect the error
+        verdict = classify_oom(error)
+        if verdict is not None and verdict.backend == "cpu":
+            keep_heap_whole()
     return failure
 
 

@@ -22,7 +22,7 @@ from memkit._gradients.loss import Loss
 from memkit._machine.devices import release_cached_memory
 from memkit._recorder.rehearsal import Attributes, content_of
 from memkit._recovery.attempt import Caught, Failed, Failure, OutOfMemory, insist
-from memkit._recovery.errors import describe_error
+from memkit._recovery.errors import describe_error, is_out_of_memory
 from memkit._recovery.inputs import Contents, InputWatch
 from memkit._recovery.plan import Part, Plan
 from memkit._recovery.sizes import SizeMemory
@@ -466,6 +466,18 @@ class BatchRun:
             fix=f"use {self._ways_out()}a lower precision or smaller batches.",
         ) from error
 
+    def refusal_of(self, error: Exception) -> MemkitOutOfMemoryError | None:
+        """Return the error to raise if memory ran out between parts, where smaller ones do not help; else None."""
+        if not is_out_of_memory(error):
+            return None
+        return MemkitOutOfMemoryError(
+            self.means.call,
+            got=f"out of memory between two micro-batches, with {len(self.done)} of {len(self.plan.parts)} done: "
+            f"{describe_error(error)}",
+            expected="memory for a micro-batch, and for what is noted of each",
+            fix=f"use {self._ways_out()}smaller batches or a smaller model, or free memory outside of the step.",
+        )
+
     def refuse_incomplete(self) -> NoReturn:
         """Refuse a step on a batch that has micro-batches left.
 
@@ -611,12 +623,13 @@ class SingleProcess:
     def next_attempt(self, run: BatchRun) -> Attempt | None:
         """Return the next attempt; None when the batch is done."""
         sizes, remedies = run.means.sizes, run.means.remedies
-        if not run.plan.todo:
+        plan = run.plan
+        if plan.num_done == len(plan.parts):
             run.is_complete = True
             if remedies is not None and run.num_ooms == 0:
                 sizes.note_clean_step(run.key)
             return None
-        part = run.plan.todo[0]
+        part = plan.parts[plan.num_done]
         rollback = None
         if remedies is not None and not sizes.is_proven(run.key, part.size):
             rollback = run.take_rollback() if run.done else run.rollback

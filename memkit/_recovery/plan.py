@@ -19,23 +19,26 @@ class Part(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """The parts of a batch in order: those that are done, and those to do."""
+    """The parts of a batch in order, of which the first ones are done.
 
-    todo: tuple[Part, ...]
-    done: tuple[Part, ...] = ()
+    The count of those moves on, and no tuple is copied for it: a batch in tight memory may have ten thousand parts.
+    """
+
+    parts: tuple[Part, ...]
+    num_done: int = 0
 
     @property
     def sizes(self) -> tuple[int, ...]:
         """Sizes of all parts."""
-        return tuple([part.size for part in (*self.done, *self.todo)])
+        return tuple([part.size for part in self.parts])
 
     def advance(self) -> Plan:
         """Return the plan after the next part is done."""
-        return Plan(self.todo[1:], (*self.done, self.todo[0]))
+        return Plan(self.parts, self.num_done + 1)
 
     def restart(self) -> Plan:
         """Return the plan with all parts to do."""
-        return Plan((*self.done, *self.todo))
+        return Plan(self.parts)
 
     def shrink(self, limit: int, cut: Callable[[Part, int], list[Part]]) -> Plan | None:
         """Return the plan with the remaining parts at most ``limit`` in size; None if a part cannot be made smaller.
@@ -44,13 +47,13 @@ class Plan(NamedTuple):
             limit: The largest size worth trying.
             cut: ``cut(part, n)`` returns about n parts that replace it.
         """
-        todo: list[Part] = []
-        for part in self.todo:
+        parts = list(self.parts[: self.num_done])
+        for part in self.parts[self.num_done :]:
             if part.size <= limit:
-                todo.append(part)
+                parts.append(part)
                 continue
             pieces = [each for each in cut(part, max(2, -(-part.size // limit))) if each.size > 0] if limit else []
             if max((each.size for each in pieces), default=part.size) >= part.size:
                 return None
-            todo += pieces
-        return Plan(tuple(todo), self.done)
+            parts += pieces
+        return Plan(tuple(parts), self.num_done)

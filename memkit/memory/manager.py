@@ -409,7 +409,6 @@ class MemoryManager(Uncopied, Closing, Overviewed):
         before = self._held_bytes()
         _clear_last_error()
         devices.release_cached_memory()
-        devices.trim_heap()
         given_back = max(0, before - self._held_bytes())
         self.mark("release", note={"given_back_bytes": given_back})
         return given_back

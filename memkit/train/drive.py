@@ -181,19 +181,26 @@ class BatchDriver:
                     self._note_parts(run)
                     if self._was_uneven or not is_checked:
                         yield from self._check_split(run, loss_fn, is_again=is_checked, is_last=True)
-        except MemkitError as error:
+        except Exception as error:
             self._give_up(run, error)
             raise
 
-    def _give_up(self, run: BatchRun, error: MemkitError) -> None:
-        is_out = isinstance(error, MemkitOutOfMemoryError)
+    def _give_up(self, run: BatchRun, error: Exception) -> None:
+        """End the batch after a refusal; memory that ran out here, not in the caller's code, is one too."""
+        refusal = error if isinstance(error, MemkitError) else run.refusal_of(error)
+        if refusal is None:
+            return
+        is_out = isinstance(refusal, MemkitOutOfMemoryError)
         if is_out:
             self.sizes.forget(run.key)  # memory may be back in the next step
         run.sums.give_up(is_out=is_out)  # else the other ranks would wait at their step
+        if refusal is not error:
+            raise refusal from error
 
     def _has_seen_enough(self, run: BatchRun, loss_fn: LossFn | None) -> bool:
         """Return whether all parts are done; in the user's own loop all but one, so that it ends with a real part."""
-        return len(run.plan.todo) == (loss_fn is None and len(run.plan.sizes) > 1)
+        num_parts = len(run.plan.parts)
+        return num_parts - run.plan.num_done == (loss_fn is None and num_parts > 1)
 
     def _check_split(
         self, run: BatchRun, loss_fn: LossFn | None, *, is_again: bool = False, is_last: bool = False

@@ -98,8 +98,9 @@ class Together:
         if self._failure is not None or (lockstep.is_steady and run.size < self._num_parts):
             for _ in range(self._num_parts - len(run.done) - (self._failure is not None)):
                 lockstep.join()
-        elif run.plan.todo:
-            return self._attempt(run, lockstep.microbatch(), run.plan.todo[0], run.rollback)
+        elif run.plan.num_done < len(run.plan.parts):
+            part = run.plan.parts[run.plan.num_done]
+            return self._attempt(run, lockstep.microbatch(), part, run.rollback)
         run.is_complete = self._agree(run)
         return None if run.is_complete else self.next_attempt(run)
 

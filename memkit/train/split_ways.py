@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import functools
 import itertools
 import math
@@ -20,6 +21,7 @@ _NUM_ROWS, _MOST_ROWS = 8, 32  # of a check, and of the first one of its kind
 _NUMS_LOOKED_AT = (4, 3)  # rows whose losses are compared, where only two fit with their gradients
 _LARGEST_UNIT = 4  # rows kept together if all parts are multiples of it: pairs, groups of augmentations
 _MOST_SORTED = 1024  # rows that are sorted to find similar ones
+_MOST_DESCRIBED = 2**14  # rows in a table
 _BYTES_AT_ONCE = 2**20  # of rows that are described at once
 _MAX_LEAF_NUMEL = 10_000_000  # of a tensor whose rows are compared to choose dissimilar ones
 
@@ -302,10 +304,20 @@ def _unlike(batch: Any, num_rows: int, edges: Sequence[int], number: int) -> lis
         edges: Block boundaries.
         number: Number of blocks.
     """
-    facts, _ = _facts_of_rows(list_tensors(batch), num_rows)
-    sizes = np.maximum(np.diff(edges), 1)
-    means = (np.add.reduceat(facts[: edges[-1]], edges[:-1], axis=0).T / sizes).T
-    return [(edges[block], edges[block + 1]) for block in _most_unlike(means, number)]
+    leaves = [each for each in list_tensors(batch) if _has_facts(each, num_rows)]
+    found, tables, first = list[int](), list[SketchTable](), 0
+    # Some blocks at a time, then the best of each: a table of all rows could take more than the step has left.
+    while first < len(edges) - 1:
+        after = max(first + 1, bisect.bisect_right(edges, edges[first] + _MOST_DESCRIBED) - 1)
+        start, stop = edges[first], edges[after]
+        facts, _ = _facts_of_rows([each[start:stop] for each in leaves], stop - start)
+        starts = np.asarray(edges[first : after + 1]) - start
+        means = (np.add.reduceat(facts, starts[:-1], axis=0).T / np.maximum(np.diff(starts), 1)).T
+        best = _most_unlike(means, number)
+        found += [first + each for each in best]
+        tables.append(means[best])
+        first = after
+    return [(edges[found[each]], edges[found[each] + 1]) for each in _most_unlike(np.concatenate(tables), number)]
 
 
 def _most_unlike(facts: SketchTable, number: int) -> list[int]:
@@ -322,6 +334,11 @@ def _most_unlike(facts: SketchTable, number: int) -> list[int]:
         chosen.append(int(distance.argmax()))  # the first one of ties
     kept = set(range(len(facts)) if number == len(facts) else chosen)
     return [line for line in order.tolist() if line in kept]
+
+
+def _has_facts(leaf: Tensor, num_rows: int) -> bool:
+    is_cut = leaf.dim() > 0 and len(leaf) == num_rows
+    return is_cut and 0 < leaf.numel() <= _MAX_LEAF_NUMEL and not leaf.is_complex()
 
 
 def _facts_of_floats(rows: Tensor) -> tuple[Tensor, ...]:
@@ -343,7 +360,7 @@ def _facts_of_rows(leaves: Sequence[Tensor], num_rows: int) -> tuple[SketchTable
     others: list[Tensor] = []
     with torch.no_grad():
         for leaf in leaves:
-            if leaf.dim() == 0 or len(leaf) != num_rows or not 0 < leaf.numel() <= _MAX_LEAF_NUMEL or leaf.is_complex():
+            if not _has_facts(leaf, num_rows):
                 continue
             facts_of, columns_of = (_facts_of_floats, (counts, others, others))
             if not leaf.is_floating_point():

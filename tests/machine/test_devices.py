@@ -11,6 +11,7 @@ import memkit as mk
 from memkit._core.records import DeviceMemory
 from memkit._machine import devices
 from tests.forked import run_python_forked
+from tests.helpers import run_python
 
 requires_cpu_only = pytest.mark.skipif(torch.accelerator.is_available(), reason="Requires: [no accelerator]")
 
@@ -216,6 +217,34 @@ def test_trim_heap_returns_gaps_between_small_blocks():
     devices.trim_heap()
     assert before - devices.resident_bytes() > 40 * 2**20
     assert len(few) == 80
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="Requires: [Linux]")
+def test_large_blocks_leave_no_gaps_in_a_heap_that_is_kept_whole():
+    out = run_python("""
+        import torch
+        from memkit._machine import devices
+
+        def mapped_mib():
+            return int(open("/proc/self/statm").read().split()[0]) * 4096 / 2**20
+
+        def num_kept():
+            before = mapped_mib()
+            held = [(torch.ones(2**18), torch.ones(8)) for _ in range(40)]
+            small = [each for _, each in held]
+            del held
+            devices.trim_heap()
+            return mapped_mib() - before
+
+        block = torch.ones(2**22)
+        del block  # from now on, glibc takes blocks of up to its size from the heap
+        print(num_kept())
+        devices.keep_heap_whole()
+        print(num_kept())
+        """).stdout
+    by_default, whole = map(float, out.split())
+    assert whole < 4
+    assert by_default > 30
 
 
 @pytest.mark.parametrize(

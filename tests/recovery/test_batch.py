@@ -177,9 +177,9 @@ class Kernel(RuleBasedStateMachine):
     def the_sum_is_what_is_done(self):
         run = getattr(self, "run_", None)
         if run is not None:
-            assert self.sums.rows == [row for part in run.plan.done for row in part.data]
-            assert [part.size for part in run.plan.done] == list(run.sizes)
-            assert [row for part in run.plan.restart().todo for row in part.data] == run.batch
+            assert self.sums.rows == [row for part in run.plan.parts[: run.plan.num_done] for row in part.data]
+            assert [part.size for part in run.plan.parts[: run.plan.num_done]] == list(run.sizes)
+            assert [row for part in run.plan.parts for row in part.data] == run.batch
             assert not self.sums.is_torn
             assert self.world.counter == self.before + len(run.done)
 
@@ -251,4 +251,4 @@ def test_errors_of_parts_say_so():
     with pytest.raises(ValueError, match="mine") as error, run.means.peers.next_attempt(run):
         raise ValueError("mine")
     assert "micro-batch of 2 of 4" in error.value.__notes__[0]
-    assert Part([0, 1], 2) in run.plan.todo
+    assert Part([0, 1], 2) in run.plan.parts[run.plan.num_done :]

@@ -59,3 +59,13 @@ def test_choosing_rows_takes_no_copy_of_the_batch():
     assert num_discrete == 4  # values that are not finite, below 0, equal to 0; the sum of labels
     torch.testing.assert_close(torch.from_numpy(facts[:, 3]), whole[1])
     torch.testing.assert_close(torch.from_numpy(facts[:, 5]), whole[0], rtol=1e-5, atol=1e-5)
+
+
+def test_choosing_among_many_narrow_rows_takes_less_than_the_batch():
+    batch = torch.rand(400_000, 6)
+    batch[123_456] = float("nan")
+    (way,) = [each for each in ways_to_cut(batch, num_parts=20, is_tight=True) if each.is_smaller][:1]
+    way.make()
+    chosen = []
+    assert trace_allocations(lambda: chosen.append(way.make())).peak < batch.nbytes / 4
+    assert chosen[0].whole.isnan().any()  # the rare row, wherever it is

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import memkit as mk
 from memkit._machine import random_state
+from memkit._recovery.plan import Plan
 from tests.helpers import assert_refused, assert_same, gradients, is_same, one_in, one_in_product
 from tests.toys import out_of_memory
 from tests.train.faults import MODELS, OPTIMIZERS, FailingOperator
@@ -640,3 +641,22 @@ def test_a_count_whose_reading_fails_is_no_bad_count():
             weight, again = step_with_counts(step, place)
             torch.testing.assert_close(weight, plain)
             assert again.num_failures == 1
+
+
+def test_memory_that_runs_out_between_parts_is_a_typed_error(monkeypatch):
+    model, optimizer, batches = make("mlp", "sgd")
+    trainer = mk.MemoryEfficientTrainingWrapper(model, optimizer, accumulation_steps=3, probe=False)
+    advance, num_calls = Plan.advance, itertools.count()
+
+    def failing(plan):
+        if next(num_calls) == 1:
+            raise MemoryError
+        return advance(plan)
+
+    monkeypatch.setattr(Plan, "advance", failing)
+    with pytest.raises(
+        mk.MemkitOutOfMemoryError, match="between two micro-batches, with 2 of 3 done: MemoryError"
+    ) as e:
+        trainer.train_step(batches[0], loss_fn)
+    assert isinstance(e.value.__cause__, MemoryError)
+    assert trainer.train_step(batches[1], loss_fn).stepped
