@@ -9,8 +9,9 @@ import functools
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, Literal
+
+from memkit._core.packaged import packaged_text
 
 Horizon = Literal["short", "middle", "long"]
 HORIZONS: tuple[Horizon, ...] = ("short", "middle", "long")
@@ -106,6 +107,5 @@ def symptom(key: str) -> dict[str, str]:
 
 @functools.cache
 def _catalog() -> dict[str, dict[str, Any]]:
-    text = Path(__file__).with_name("catalog.json").read_text("utf-8")
-    catalog: dict[str, dict[str, Any]] = json.loads(text)
+    catalog: dict[str, dict[str, Any]] = json.loads(packaged_text("memkit._advice", "catalog.json"))
     return catalog

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, SupportsIndex, TypeAlias
 
 from memkit._core.errors import ConfigError, FileFormatError, InputError, InputTypeError
+from memkit._core.packaged import packaged_text
 from memkit._core.units import parse_bytes
 from memkit._machine.files import write_text
 from memkit._machine.regular_file import read_regular
@@ -326,7 +327,7 @@ def capability_of(gpu: GPU) -> tuple[int, int]:
 
 @functools.cache
 def _table() -> tuple[GPU, ...]:
-    data = json.loads(Path(__file__).with_name("gpus.json").read_text("utf-8"))
+    data = json.loads(packaged_text("memkit.predict", "gpus.json"))
     return tuple(_gpu({**data["architectures"][row["architecture"]], **row}) for row in data["gpus"])
 
 

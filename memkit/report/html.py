@@ -5,10 +5,10 @@ from __future__ import annotations
 import html
 import json
 from collections.abc import Iterator
-from pathlib import Path
 
 from memkit._charts.axes import ChartAxis, shown_levels, x_axis, y_axis
 from memkit._charts.charts import Bars, Curve, Lines
+from memkit._core.packaged import packaged_text
 from memkit._core.units import format_bytes
 from memkit._version import __version__
 from memkit.report.allocation_html import view_parts
@@ -58,7 +58,7 @@ def to_html(report: Report, mark: str) -> str:
 
 
 def _resource(name: str) -> str:
-    return Path(__file__).with_name(name).read_text("utf-8")
+    return packaged_text("memkit.report", name)
 
 
 def _text(text: str) -> str:

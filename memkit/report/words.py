@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any, Literal, get_args
 
+from memkit._core.packaged import packaged_text
 from memkit._core.settings import Checker
 from memkit._core.units import format_bytes
 from memkit.report.nodes import Cell, Share, Size, Table, clean
@@ -78,8 +78,7 @@ class Words:
 @functools.cache
 def texts() -> dict[str, dict[str, str]]:
     """Return the whole table: key, language, text."""
-    text = Path(__file__).with_name("texts.json").read_text("utf-8")
-    table: dict[str, dict[str, str]] = json.loads(text)
+    table: dict[str, dict[str, str]] = json.loads(packaged_text("memkit.report", "texts.json"))
     return table
 
 

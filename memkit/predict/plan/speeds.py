@@ -6,13 +6,13 @@ import functools
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
+from memkit._core.packaged import packaged_text
 from memkit.predict.gpus import GPU, all_gpus
 
 _GIGA, _TERA = 10**9, 10**12
@@ -151,6 +151,5 @@ def _nearest(gpu: GPU, rows: Mapping[str, Any]) -> tuple[str, float]:
 
 @functools.cache
 def _table() -> dict[str, Any]:
-    text = Path(__file__).parents[1].joinpath("gpu_speeds.json").read_text("utf-8")
-    data: dict[str, Any] = json.loads(text)
+    data: dict[str, Any] = json.loads(packaged_text("memkit.predict", "gpu_speeds.json"))
     return data
