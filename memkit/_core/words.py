@@ -340,9 +340,54 @@ def _answer_for_absent(cls: type, absent: Mapping[str, str]) -> None:
         raise refuse_attribute(self, name, absent)
 
     cls.__getattr__ = answer  # type: ignore[attr-defined]  # so that type checkers still report absent names
+    constructor: Any = inspect.unwrap(cls.__init__)  # type: ignore[misc]  # it reads the class's, not an instance's
+    if inspect.isfunction(constructor) and not dataclasses.is_dataclass(cls):
+        code = constructor.__code__
+        arguments = code.co_varnames[1 : code.co_argcount + code.co_kwonlyargcount]
+        for name in arguments:
+            # Of an argument's name, `co_names` has attributes only: one that the constructor sets is read later.
+            if name not in code.co_names and not hasattr(cls, name):
+                setattr(cls, name, _Setting(cls, name))
     for done in _DONE.keys() & absent.keys():
         for method in _DONE[done]:
             setattr(cls, method, _refusing(done, absent[done]))  # not in the class body: type checkers still report it
+
+
+class _Setting:
+    """Refuses to set what only the constructor takes: an attribute of this name would be read by nobody.
+
+    A descriptor for each name costs nothing when other attributes are set, as a ``__setattr__`` would.
+
+    Args:
+        cls: The class. A class of the user's that inherits from it may use the name for itself.
+        name: The constructor's parameter.
+    """
+
+    def __init__(self, cls: type, name: str) -> None:
+        self._cls, self._name = cls, name
+
+    def __get__(self, owner: object, kind: type | None = None) -> Any:
+        own = {} if owner is None else vars(owner)
+        if self._name not in own:
+            raise AttributeError(self._name)  # as if it were not here
+        return own[self._name]
+
+    def __set__(self, owner: object, value: object) -> None:
+        if type(owner) is not self._cls:
+            vars(owner)[self._name] = value
+            return
+        kind, name = self._cls.__name__, self._name
+        needed = [
+            each.name
+            for each in inspect.signature(self._cls).parameters.values()
+            if each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD and each.name != name
+        ]
+        raise AbsentError(
+            f"{kind}.{name} = ...",
+            got=f"an assignment to the constructor's argument {name!r}, which would have no effect",
+            expected="settings that the constructor gets",
+            fix=f"make a new one, {kind}({', '.join([*needed, f'{name}={_shown(name, value)}'])})",
+        )
 
 
 def _refusing(done: str, instead: str) -> Callable[..., Any]:
@@ -366,7 +411,9 @@ def refuse_attribute(owner: object, name: str, absent: Mapping[str, str]) -> Abs
     """Return the error for an attribute that an object does not have."""
     kind = type(owner).__name__
     members = {each: inspect.getattr_static(type(owner), each, None) for each in dir(type(owner))}
-    public = [each for each, value in members.items() if not each.startswith("_") and not isinstance(value, str)]
+    public = [
+        each for each, value in members.items() if not each.startswith("_") and not isinstance(value, (str, _Setting))
+    ]
     near = difflib.get_close_matches(name, public, n=1)
     meant = absent.get(name) or (near[0] if near else f"help({kind})")
     return AbsentError(

@@ -6,6 +6,7 @@ import pickle
 
 import numpy as np
 import pytest
+import torch
 
 import memkit as mk
 from memkit._core.foreign import IDEAS, VALUES
@@ -245,3 +246,61 @@ def test_class_without_public_names_suggests_calling():
         mk.errors.AbsentError, match=r"expected a call of the object itself. Way out: write runner\(x\)"
     ):
         Only().fit()
+
+
+@guided(absent={"loop.run()": "fit"})
+class Holder:
+    """A class that keeps one of its settings under a name of its own, and another one under the setting's."""
+
+    def __init__(self, model, limit=1.0, *, kept=2):
+        self._limit, self.kept = limit, kept
+
+    @property
+    def model(self):
+        """The model."""
+
+
+class OwnHolder(Holder):
+    """A class of the user's that gives the name of a setting a meaning of its own."""
+
+    def __init__(self):
+        super().__init__("net")
+        self.limit, self.color = 3, "red"
+
+
+def test_setting_what_only_the_constructor_takes_is_refused():
+    holder = Holder("net")
+    with pytest.raises(mk.errors.AbsentError) as caught:
+        holder.limit = 5.0
+    assert caught.value.fix == "make a new one, Holder(model, limit=5.0)"
+    assert "'limit', which would have no effect" in str(caught.value)
+    with pytest.raises(mk.errors.AbsentError, match="expected one of model"):  # it is none to read, either
+        _ = holder.limit
+    assert not hasattr(holder, "limit")
+    holder.kept, holder.color = 3, "red"
+    assert vars(holder) == {"_limit": 1.0, "kept": 3, "color": "red"}
+
+
+def test_a_subclass_may_have_attributes_of_any_name():
+    holder = OwnHolder()
+    assert (holder.limit, holder.color) == (3, "red")
+    assert copy.copy(holder).limit == 3
+    with pytest.raises(mk.errors.AbsentError):
+        _ = OwnHolder.__new__(OwnHolder).limit
+
+
+def test_the_components_refuse_settings_that_they_would_not_read():
+    model, x = torch.nn.Linear(4, 2), torch.randn(8, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = mk.MemoryEfficientTrainingWrapper(model, optimizer)
+    for owner, name, value in (
+        (trainer, "accumulation_steps", 4),
+        (trainer, "max_grad_norm", 1.0),
+        (mk.GradientAccumulator(optimizer), "max_grad_norm", 1.0),
+        (mk.SplitLoss(model, num_microbatches=2), "num_microbatches", 4),
+        (mk.MemoryEfficientTrainLoop(trainer, [x], lambda model, x: model(x).mean()), "validate_every", 3),
+        (mk.MemoryManager("cpu"), "budget", "1GiB"),
+        (mk.ChunkedProcessor(model, chunk_size=2), "chunk_size", 4),
+    ):
+        with pytest.raises(mk.errors.AbsentError, match=rf"make a new one, {type(owner).__name__}\(.*{name}={value!r}"):
+            setattr(owner, name, value)
