@@ -194,6 +194,7 @@ def plan_training(
     return plan
 
 
+@torch.inference_mode(mode=False)  # the caller's would leave the probed and planned steps without a graph
 def _plan(
     call: str,
     model: nn.Module,

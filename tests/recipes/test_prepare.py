@@ -20,6 +20,7 @@ import memkit as mk
 from memkit._core.errors import ConfigError, InputError, InputTypeError, MemkitWarning, StateError
 from memkit._core.units import format_bytes
 from memkit.predict.gpus import find_gpu
+from memkit.predict.plan import host
 from memkit.predict.plan.host import HostTimes
 from memkit.recipes.planned import plan_training, prepare
 from memkit.recipes.report import write_report
@@ -889,3 +890,17 @@ def test_several_optimizers_take_the_steps_of_a_loop(measure):
     torch.testing.assert_close(planned.state_dict(), plain.state_dict())
     for mine, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine.state_dict()["state"], other.state_dict()["state"])
+
+
+def test_plans_are_the_same_in_inference_mode(monkeypatch):
+    """As estimates are: the speeds of the host, measured once for each process, need a graph too."""
+    monkeypatch.setattr(host, "_this_machine", host._this_machine.__wrapped__)
+    model, loss_fn = nn.Linear(4, 2), mean_square
+    plan = plan_training(model, torch.ones(8, 4), loss_fn, budget="1MiB")
+    with torch.inference_mode():
+        x = torch.ones(8, 4)
+        inside = plan_training(model, x, loss_fn, budget="1MiB", measure=True)
+        prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), x, loss_fn, budget="1GiB", target="cpu")
+        assert torch.is_inference_mode_enabled()
+    assert inside.required_bytes == plan.required_bytes
+    assert inside.accumulation_steps == plan.accumulation_steps
