@@ -300,12 +300,16 @@ def test_an_error_in_the_background_comes_out_of_the_next_call(tmp_path):
     manager = TrainingStateManager(tmp_path / "file", background=True)
     (tmp_path / "file").write_text("in the way")
     manager.save(1, model=model_of(1.0))
-    with pytest.raises(FileExistsError):
+    with pytest.raises(FileExistsError) as raised:
         manager.save(2, model=model_of(2.0))
+    assert any("save(1, ...) could not write to" in note for note in raised.value.__notes__)
     (tmp_path / "file").unlink()
     manager.save(3, model=model_of(3.0))
     manager.close()
     assert manager.steps == (3,)
+    manager.save(4, model=model_of(4.0))  # nothing that a save needs was closed
+    manager.close()
+    assert manager.steps == (4, 3)
 
 
 def test_manifest_lists_contents(manager):

@@ -171,15 +171,7 @@ class TrainingStateManager(Uncopied, Closing):
         """
         call = f"TrainingStateManager.save({as_whole(step) if as_whole(step) is not None else 'step'}, ...)"
         with self._exclusively(call):
-            try:
-                self._save(_as_step(step), _as_metric(step, metric), objects)
-            except OSError as error:
-                error.add_note(
-                    f"{call} could not write to {str(self.directory)!r}. The states there are intact, and nothing of "
-                    "this one is left. Way out: free disk space, keep fewer states (keep=1), or choose another "
-                    "directory; then call save again."
-                )
-                raise
+            self._save(call, _as_step(step), _as_metric(step, metric), objects)
 
     def restore(self, which: Literal["latest", "best"] | int = "latest", /, **objects: Any) -> int | None:
         """Restore a state into the objects, with the random state: into all of them or none.
@@ -235,10 +227,10 @@ class TrainingStateManager(Uncopied, Closing):
             pass
 
     def close(self) -> None:
-        """Same as `wait`; call it at the end of the training."""
+        """Same as `wait`; call it at the end of the training. Nothing is left open, so that it may save again."""
         self.wait()
 
-    def _save(self, step: int, metric: float | None, objects: dict[str, Any]) -> None:
+    def _save(self, call: str, step: int, metric: float | None, objects: dict[str, Any]) -> None:
         _check_given(step, objects)
         ranks = RankGroup()
         if self._background and ranks.size > 1:
@@ -266,7 +258,15 @@ class TrainingStateManager(Uncopied, Closing):
         sharded = flattener.sharded  # the flattener itself keeps the originals of the copied tensors alive
 
         def write() -> None:
-            self._write(step, metric, state, sharded, ranks)
+            try:
+                self._write(step, metric, state, sharded, ranks)
+            except OSError as error:
+                error.add_note(
+                    f"{call} could not write to {str(self.directory)!r}. The states there are intact, and nothing of "
+                    "this one is left. Way out: free disk space, keep fewer states (keep=1), or choose another "
+                    "directory; then call save again."
+                )
+                raise
 
         if not self._background:
             write()
