@@ -340,17 +340,25 @@ def _answer_for_absent(cls: type, absent: Mapping[str, str]) -> None:
         raise refuse_attribute(self, name, absent)
 
     cls.__getattr__ = answer  # type: ignore[attr-defined]  # so that type checkers still report absent names
-    constructor: Any = inspect.unwrap(cls.__init__)  # type: ignore[misc]  # it reads the class's, not an instance's
-    if inspect.isfunction(constructor) and not dataclasses.is_dataclass(cls):
-        code = constructor.__code__
-        arguments = code.co_varnames[1 : code.co_argcount + code.co_kwonlyargcount]
-        for name in arguments:
-            # Of an argument's name, `co_names` has attributes only: one that the constructor sets is read later.
-            if name not in code.co_names and not hasattr(cls, name):
-                setattr(cls, name, _Setting(cls, name))
+    if not dataclasses.is_dataclass(cls):
+        _refuse_settings(cls)
     for done in _DONE.keys() & absent.keys():
         for method in _DONE[done]:
             setattr(cls, method, _refusing(done, absent[done]))  # not in the class body: type checkers still report it
+
+
+def _refuse_settings(cls: type) -> None:
+    """Make each argument of the constructor an attribute that nobody can set, unless a method has one of its name."""
+    constructor: Any = inspect.unwrap(cls.__init__)  # type: ignore[misc]  # it reads the class's, not an instance's
+    if not inspect.isfunction(constructor):
+        return
+    code = constructor.__code__
+    methods = [inspect.unwrap(each) for kind in cls.__mro__ for each in vars(kind).values() if callable(each)]
+    # `co_names` has no arguments, but attributes.
+    own = {name for each in methods if inspect.isfunction(each) for name in each.__code__.co_names}
+    for name in code.co_varnames[1 : code.co_argcount + code.co_kwonlyargcount]:
+        if name not in own and not hasattr(cls, name):
+            setattr(cls, name, _Setting(cls, name))
 
 
 class _Setting:

@@ -472,7 +472,7 @@ class BatchRun:
             return None
         return MemkitOutOfMemoryError(
             self.means.call,
-            got=f"out of memory between two micro-batches, with {len(self.done)} of {len(self.plan.parts)} done: "
+            got=f"out of memory outside of the micro-batches, with {len(self.done)} of {len(self.plan.parts)} done: "
             f"{describe_error(error)}",
             expected="memory for a micro-batch, and for what is noted of each",
             fix=f"use {self._ways_out()}smaller batches or a smaller model, or free memory outside of the step.",

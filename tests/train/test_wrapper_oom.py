@@ -655,7 +655,7 @@ def test_memory_that_runs_out_between_parts_is_a_typed_error(monkeypatch):
 
     monkeypatch.setattr(Plan, "advance", failing)
     with pytest.raises(
-        mk.MemkitOutOfMemoryError, match="between two micro-batches, with 2 of 3 done: MemoryError"
+        mk.MemkitOutOfMemoryError, match="outside of the micro-batches, with 2 of 3 done: MemoryError"
     ) as e:
         trainer.train_step(batches[0], loss_fn)
     assert isinstance(e.value.__cause__, MemoryError)
