@@ -84,6 +84,8 @@ class Shard:
             for name in ("units", "param_dtype", "reduce_dtype"):
                 self._check(name, not getattr(self, name), "unset: it belongs to fsdp2, zero2 and zero3")
         else:
+            for name in ("param_dtype", "reduce_dtype"):
+                self._check(name, _may_cast_to(getattr(self, name)), "None, or a floating-point torch.dtype")
             self._check("gradient_as_bucket_view", not self.gradient_as_bucket_view, "unset: it belongs to ddp, zero1")
         if self.kind != "fsdp2":
             self._check("reshard_after_forward", every is None, "unset: it belongs to fsdp2")
@@ -99,6 +101,7 @@ class Shard:
         if kind == "fsdp2" and _may_reshard(self.reshard_after_forward, ranks):
             taken = taken | {"reshard_after_forward"}
         values = {each.name: getattr(self, each.name) for each in fields(self)} | {"units": _as_names(self.units)}
+        values |= {name: _as_dtype(values[name]) for name in ("param_dtype", "reduce_dtype")}
         given = [each.name for each in fields(self) if each.name in taken and values[each.name] != each.default]
         return f"Shard({', '.join([repr(kind), f'ranks={ranks}', *(f'{name}={values[name]!r}' for name in given)])})"
 
@@ -117,6 +120,17 @@ def _may_reshard(every: object, ranks: int) -> bool:
     """Whether `fully_shard` takes this as ``reshard_after_forward`` on so many ranks."""
     is_divisor = isinstance(every, int) and 1 < every < ranks and ranks % every == 0
     return every is None or isinstance(every, bool) or is_divisor
+
+
+def _may_cast_to(dtype: object) -> bool:
+    return dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point)
+
+
+def _as_dtype(dtype: object) -> object:
+    """Return the dtype that a name means; for anything else that nothing can be cast to, the most common one."""
+    if isinstance(dtype, str):
+        dtype = getattr(torch, dtype.removeprefix("torch."), torch.bfloat16)
+    return dtype if _may_cast_to(dtype) else torch.bfloat16
 
 
 def _as_names(units: object) -> tuple[object, ...]:

@@ -250,6 +250,9 @@ def test_the_model_can_be_sharded_afterwards(request):
         (("ddp", 2, ("0",)), "belongs to fsdp2, zero2 and zero3"),
         (("ddp", 2, (), None, torch.bfloat16), "belongs to fsdp2, zero2 and zero3"),
         (("fsdp2", 2, (), None, None, None, True), "belongs to ddp"),
+        (("fsdp2", 2, (), None, "bfloat16"), "got 'bfloat16'; expected None, or a floating-point torch.dtype"),
+        (("zero3", 2, (), None, 1.5), "got 1.5"),
+        (("fsdp2", 2, (), None, None, torch.int8), "got torch.int8"),
     ],
 )
 def test_rejects_options_of_other_kinds(arguments, message):
@@ -278,6 +281,8 @@ def test_rejects_options_of_other_kinds(arguments, message):
             "Shard('fsdp2', ranks=8, units=('*',))",
         ),
         ({"units": ("*",), "gradient_as_bucket_view": True}, "Shard('fsdp2', ranks=8, units=('*',))"),
+        ({"param_dtype": "torch.float16"}, "Shard('fsdp2', ranks=8, param_dtype=torch.float16)"),
+        ({"reduce_dtype": "fp32", "units": "a"}, "Shard('fsdp2', ranks=8, units=('a',), reduce_dtype=torch.bfloat16)"),
     ],
 )
 def test_the_corrected_shard_keeps_what_else_was_given(given, meant):
