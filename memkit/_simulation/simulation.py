@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
 
-from memkit._core.errors import ConfigError, InputError, InputTypeError, MemkitError, warn_user
+from memkit._core.errors import ConfigError, InputError, InputTypeError, MemkitError, StateError, warn_user
 from memkit._core.protocols import SimulatedGpu
 from memkit._gradients.closures import refuse_closure
 from memkit._gradients.loss import LossFn, call_loss_fn, detached
@@ -45,7 +45,7 @@ from memkit._simulation.leftovers import Patches, Shared, leaving_nothing
 from memkit._simulation.tensors import Tensors, copy_without_data, keeps_parameters, makes_one_hot, pads_packed
 from memkit._torch.compiler import running_eagerly
 from memkit._torch.cuda import Rules, rules_of
-from memkit._torch.dispatch import no_dispatch
+from memkit._torch.dispatch import fake_mode, no_dispatch
 from memkit._torch.fake import FakeTensor, without_fake_log
 from memkit._torch.graph import graph_behind
 from memkit._torch.modules import APPLY, PAD_PACKED, rnn_functions
@@ -432,6 +432,24 @@ class Record:
         return at_peak if UNSHARD in self.recording.names["operator"] else None
 
 
+def check_not_simulated(call: str) -> None:
+    """Refuse a simulation inside another one, whose tensors have no data to make stand-ins of.
+
+    Args:
+        call: The user's call, for errors.
+
+    Raises:
+        StateError: Operators are simulated now.
+    """
+    if fake_mode() is not None:
+        raise StateError(
+            call,
+            got="the call inside `with VirtualGPU(...)`, or in a step that another call simulates",
+            expected="one simulation at a time",
+            fix=f"call {call}(...) before the block or the step, or after it.",
+        )
+
+
 def simulate(
     call: str,
     simulation: Simulation,
@@ -450,8 +468,10 @@ def simulate(
         roots: Objects whose code is searched for caches; None for the values.
 
     Raises:
-        StateError: Some object holds a tensor without data and cannot be made to release it.
+        StateError: Some object holds a tensor without data and cannot be made to release it; or this is called in a
+            simulation.
     """
+    check_not_simulated(call)
     roots = values if roots is None else roots
     before = Attributes(list(roots), content="saved", gradients_but_of=(), with_optimizers=True)
     # Networks, optimizers and tensors in objects that the loss function holds, which are not among the values.

@@ -21,7 +21,7 @@ from memkit._core.settings import Checker
 from memkit._core.units import format_bytes
 from memkit._core.words import guided
 from memkit._machine import random_state
-from memkit._simulation.simulation import check_model
+from memkit._simulation.simulation import check_model, check_not_simulated
 from memkit._simulation.tensors import check_selected_fraction
 from memkit.predict.batch_kinds import batch_kind, values_of, without_data
 from memkit.predict.estimate import MemoryEstimate
@@ -197,6 +197,7 @@ def find_worst_batch(
         if limit is not None:
             check.whole(name, limit, 1)
     check_selected_fraction(_CALL, selected_fraction)
+    check_not_simulated("find_worst_batch")
     estimate = partial(
         estimate_memory_usage,
         model,

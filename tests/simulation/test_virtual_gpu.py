@@ -12,6 +12,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.checkpoint import checkpoint
 
+import memkit as mk
 from memkit import is_out_of_memory, recover_from_oom
 from memkit._core.errors import ConfigError, InputError, InputTypeError, StateError
 from memkit._machine.devices import allocator_counters
@@ -614,3 +615,29 @@ def test_large_batches_arrive_from_workers(card, pin_memory):
 def test_a_tensor_without_data_does_not_travel(card):
     sent = pickle.dumps(torch.zeros(2**19, device="cuda"))
     assert_refused(lambda: pickle.loads(sent), StateError, "another process")
+
+
+@pytest.mark.parametrize("call", ["estimate_memory_usage", "plan_training", "advise", "find_worst_batch"])
+def test_a_simulation_inside_of_another_one_is_refused(call):
+    model, batch = nn.Linear(4, 2), torch.randn(8, 4)
+    others = {"plan_training": {"budget": "1MiB"}}
+    predict = getattr(mk, call, None) or getattr(mk.predict, call)
+    first, second = ([batch], model) if call == "find_worst_batch" else (model, batch)
+
+    def loss_fn(module, rows):
+        return module(rows).square().mean()
+
+    def run(loss):
+        return predict(first, second, loss, **others.get(call, {}))
+
+    def inside():
+        with VirtualGPU("RTX 4090"):
+            run(loss_fn)
+
+    def nested(module, rows):
+        run(loss_fn)
+        return loss_fn(module, rows)
+
+    way_out = f"call {call}(...) before the block or the step, or after it"
+    assert_refused(inside, StateError, way_out)
+    assert_refused(lambda: estimate_memory_usage(model, batch, nested), StateError, way_out)
