@@ -9,6 +9,7 @@ import numbers
 import operator
 import os
 from collections.abc import Collection, Iterable, Mapping, Set
+from pathlib import Path
 from typing import Any, TypeVar
 
 from memkit._core.errors import ConfigError, FileFormatError, InputTypeError, MemkitError
@@ -124,6 +125,21 @@ class Checker:
                 fix=f"pass the function itself, not its result {name}().",
             )
         return value
+
+    def path(self, name: str, value: Any) -> Path:
+        """Return a path.
+
+        Raises:
+            InputTypeError: It is neither text nor a path.
+        """
+        if not isinstance(value, str | os.PathLike):
+            raise InputTypeError(
+                f"{self.call}({name}=...)",
+                got=f"a {type(value).__name__}",
+                expected="a path",
+                fix=f"pass {name}='path/to/it'.",
+            )
+        return Path(value)
 
     def items(self, name: str, value: Any, length: int | None = None) -> tuple[Any, ...]:
         """Return a list or tuple as a tuple, of the given length if any."""

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from memkit._core.errors import ConfigError, StateError
 from memkit._machine.devices import process_rank
 from memkit._torch.tensors import accumulate_hooks
-from memkit.train.gradients import as_list
+from memkit.train.gradients import given_optimizers
 from memkit.train.parameterwise import Group, has_shared_memory, step_group, steps_parameterwise
 
 _CALL = "step_in_backward(optimizer)"
@@ -56,7 +56,7 @@ def step_in_backward(optimizer: Optimizer | Sequence[Optimizer]) -> Iterator[Non
         >>> model.weight.grad is None
         True
     """
-    optimizers = as_list(optimizer)
+    optimizers = given_optimizers("step_in_backward", optimizer)
     for each in optimizers:
         if has_shared_memory(each):
             _refuse(

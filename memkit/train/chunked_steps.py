@@ -27,7 +27,7 @@ from memkit._recovery.signals import deferred_signals
 from memkit._torch import foreach
 from memkit._torch.optimizers import call_first, has_step_hooks, mark_stepped, own_step
 from memkit._torch.tensors import assign_gradient_dtype, put_back, strided_parts
-from memkit.train.gradients import as_list, local_part
+from memkit.train.gradients import given_optimizers, local_part
 from memkit.train.parameterwise import (
     ELEMENTWISE,
     PARAMETERWISE,
@@ -81,7 +81,7 @@ def atomic_steps(optimizer: Optimizer | Sequence[Optimizer]) -> Iterator[None]:
         ...     model(torch.ones(2, 3)).sum().backward()
         ...     optimizer.step()
     """
-    optimizers = as_list(optimizer)
+    optimizers = given_optimizers("atomic_steps", optimizer)
     for each in optimizers:
         if known_kind(each) is not None and not steps_parameterwise(each) and has_shared_memory(each):
             raise ConfigError(

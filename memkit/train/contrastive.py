@@ -102,6 +102,7 @@ def cached_backward(
         torch.Size([2, 4])
     """
     _check(encoder, chunk_size, loss_on_embeddings)
+    Checker("cached_backward").function("backward", backward)
     marked = mark_samples(batch)
     num_rows = count_rows(marked)
     changes = _check_rows(encoder, batch, num_rows, chunk_size) if check and chunk_size < num_rows else None

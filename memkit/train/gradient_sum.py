@@ -14,7 +14,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from memkit._core.errors import ConfigError, MemkitOutOfMemoryError
+from memkit._core.errors import ConfigError, InputTypeError, MemkitOutOfMemoryError
+from memkit._core.printable import described
 from memkit._core.protocols import GradScaler
 from memkit._core.settings import Checker
 from memkit._recovery.attempt import Caught, insist
@@ -119,6 +120,13 @@ class GradientSum:
     ) -> None:
         self._caller = caller
         self.optimizers = list_optimizers(optimizer, caller)
+        if scaler is not None and (isinstance(scaler, type) or not callable(getattr(scaler, "is_enabled", None))):
+            raise InputTypeError(
+                f"{caller.kind}(optimizer, scaler=...)",
+                got=described(scaler),
+                expected="a loss scaler, or None",
+                fix=f"write {caller.kind}(optimizer, scaler=torch.amp.GradScaler()).",
+            )
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self._parameters = self._trainable = list_parameters(self.optimizers)
         check = Checker(caller.kind)

@@ -12,6 +12,8 @@ from torch import nn
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
+from memkit._core.errors import InputTypeError
+from memkit._core.printable import described
 from memkit._core.protocols import GradScaler
 from memkit._torch import foreach
 from memkit._torch.graph import asks_for_whole_backward
@@ -19,9 +21,24 @@ from memkit._torch.optimizers import states_of_scaler
 from memkit._torch.tensors import accumulate_hooks, assign_gradient_dtype, gradient_dtype, gradient_marks, hooks_of
 
 
-def as_list(optimizer: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
-    """Return one optimizer, or several, as a list."""
-    return list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
+def given_optimizers(call: str, optimizer: object) -> list[Optimizer]:
+    """Return the optimizers that a user's call was given, one or several, as a list.
+
+    Raises:
+        InputTypeError: There is none, or something else among them, such as a model.
+    """
+    optimizers: list[Any] = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
+    wrong = next((each for each in optimizers if not isinstance(each, Optimizer)), None)
+    if wrong is not None or not optimizers or None in optimizers:
+        raise InputTypeError(
+            f"{call}(optimizer)",
+            got=f"a model ({type(wrong).__name__})"
+            if isinstance(wrong, nn.Module)
+            else described(optimizer if wrong is None else wrong),
+            expected="an optimizer of torch, or a list of them",
+            fix=f"write optimizer = torch.optim.AdamW(model.parameters()), then {call}(optimizer).",
+        )
+    return optimizers
 
 
 _is_trainable: Callable[[torch.Tensor], bool] = operator.attrgetter("requires_grad")

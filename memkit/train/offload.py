@@ -62,6 +62,7 @@ class offload_activations(contextlib.AbstractContextManager["offload_activations
         written_bytes: Bytes moved out so far.
 
     Raises:
+        InputTypeError: ``model`` is not a module, or ``folder`` is not a path.
         ConfigError: A setting is invalid. Or, from the block: it calls `torch.func.grad`, or another transform that
             takes gradients, which torch does not run within saved tensor hooks.
         MemkitOutOfMemoryError: From the forward: the disk is full. The state is unchanged since before that operator.
@@ -96,10 +97,14 @@ class offload_activations(contextlib.AbstractContextManager["offload_activations
         model: nn.Module | None = None,
         folder: str | Path | None = None,
     ) -> None:
-        to = Checker("offload_activations").choice("to", to, ("disk", "host"), fix="pass to='host'.")
+        check = Checker("offload_activations")
+        to = check.choice("to", to, ("disk", "host"), fix="pass to='host'.")
+        if model is not None:
+            expected, fix = "a module, or None", f"write offload_activations(to={to!r}, model=model)."
+            Checker("offload_activations(model=...)").instance(model, nn.Module, expected, fix)
         self._budget = parse_bytes(budget, name="budget")
         self._min_bytes = parse_bytes(min_bytes, name="min_bytes")
-        self._to, self._folder, self._model = to, None if folder is None else Path(folder), model
+        self._to, self._folder, self._model = to, None if folder is None else check.path("folder", folder), model
         self._stores: dict[torch.device, Store] = {}
         self._records: weakref.WeakValueDictionary[int, _Record] = weakref.WeakValueDictionary()  # by storage address
         self._reads: DataReads | None = None

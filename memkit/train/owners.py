@@ -20,7 +20,6 @@ from memkit._core.settings import nearest_word
 from memkit._gradients.closures import refuse_closure
 from memkit.train.backward_steps import steps_in_backward
 from memkit.train.checks import ACCUMULATOR, WRAPPER, Caller
-from memkit.train.gradients import as_list
 
 # By library and class: a description of the object, and the way out. Subclasses count too.
 _TRAINERS = {
@@ -180,7 +179,7 @@ def list_optimizers(optimizer: Any, caller: Caller) -> list[Optimizer]:
     """Return the optimizers as a list; each must be a torch optimizer that needs no closure."""
     if isinstance(optimizer, str | bytes) or not isinstance(optimizer, Sequence | Optimizer):
         raise _no_optimizer(optimizer, caller)
-    optimizers = as_list(optimizer)
+    optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
     if not optimizers:
         raise _no_optimizer(optimizers, caller)
     for each in optimizers:

@@ -19,7 +19,7 @@ from memkit._core.errors import ConfigError, InputTypeError
 from memkit._recovery.attempt import insist
 from memkit._torch.optimizers import MUON, init_group_of, makes_state, own_step
 from memkit._torch.tensors import gradient_dtype, share_memory
-from memkit.train.gradients import as_list
+from memkit.train.gradients import given_optimizers
 
 Group = dict[str, Any]
 _Kind = TypeVar("_Kind", bound=Optimizer)
@@ -184,7 +184,7 @@ def materialize_state(optimizer: Optimizer | Sequence[Optimizer]) -> None:
         >>> sum(tensor.nbytes for state in optimizer.state.values() for tensor in state.values())
         40
     """
-    for each in as_list(optimizer):
+    for each in given_optimizers("materialize_state", optimizer):
         require_own_state(
             each,
             call=f"materialize_state({type(each).__name__})",

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from memkit._core.errors import InputError, InputTypeError, warn_user
+from memkit._core.settings import Checker
 from memkit._core.words import guided
 from memkit.train.split_check import scan_modules
 
@@ -51,7 +52,8 @@ def gradient_penalty(
 
     Raises:
         InputError: The input is not floating or has no rows, the shapes differ, or the output does not depend on it.
-        InputTypeError: The input is not a tensor, or discriminator and input were swapped.
+        InputTypeError: The input is not a tensor, ``generator`` is not a generator, or discriminator and input were
+            swapped.
 
     Memory cost: one forward's activations and the graph of its backward; float32 copies of half-precision parameters.
 
@@ -64,6 +66,9 @@ def gradient_penalty(
         >>> torch.testing.assert_close(penalty, discriminator.weight.square().sum())
     """
     _check_types(discriminator, real, fake)
+    if generator is not None:
+        expected, fix = "a torch.Generator, or None", "pass generator=torch.Generator().manual_seed(0)."
+        Checker("gradient_penalty(generator=...)").instance(generator, torch.Generator, expected, fix)
     _warn_of_norms(discriminator)
     points = _as_points(real, "real")
     if fake is not None:

@@ -11,8 +11,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from memkit._core.errors import ConfigError
+from memkit._core.settings import Checker
 from memkit.train.chunked_steps import atomic_steps
-from memkit.train.gradients import as_list
+from memkit.train.gradients import given_optimizers
 from memkit.train.offload_files import map_file
 from memkit.train.parameterwise import materialize_state, require_own_state
 
@@ -45,7 +46,9 @@ def offload_state(optimizer: Optimizer | Sequence[Optimizer], *, folder: str | P
         ...     model(torch.ones(2, 300)).sum().backward()
         ...     optimizer.step()
     """
-    optimizers = as_list(optimizer)
+    optimizers = given_optimizers("offload_state", optimizer)
+    if folder is not None:
+        folder = Checker("offload_state").path("folder", folder)
     with moved_state(optimizers, folder), atomic_steps(optimizers):
         yield
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn, Self
@@ -216,7 +217,7 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing, Overviewed):
         checkpoint = None if checkpoint is False else checkpoint
         self.model, self.memory, self._device = model, memory, device_of(model)
         check_owner(model, self._optimizers)
-        self._accumulation_steps = accumulation_steps
+        self._accumulation_steps = operator.index(accumulation_steps)  # it may be a tensor or a number of NumPy
         self._on_gradients = on_gradients
         self._split_fn, self._schedules, self._average = split_fn, list_schedules(scheduler), average
         self._split_watch = SplitWatch(model, probe, call=_CALL, may_change=on_oom == "inexact")

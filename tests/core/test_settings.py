@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,7 @@ class Options:
         (lambda: CHECK.choice("dtype", None, (None, torch.float32)), None),
         (lambda: CHECK.instance(torch.zeros(2).sum(), torch.Tensor, "a tensor", "pass one."), torch.tensor(0.0)),
         (lambda: CHECK.function("loss_fn", len), len),
+        (lambda: CHECK.path("folder", "a"), Path("a")),
         (lambda: CHECK.items("sizes", [1, 2], 2), (1, 2)),
         (lambda: CHECK.series("sizes", range(2)), (0, 1)),
         (lambda: CHECK.triple("origin", (0, 1, 2)), (0.0, 1.0, 2.0)),
@@ -70,6 +72,7 @@ REFUSALS: list[tuple[Callable[[], Any], type[MemkitError], str, str, str]] = [
     ),
     (lambda: CHECK.instance(3, str, "text", "pass text."), InputTypeError, "a int", "text", "pass text."),
     (lambda: CHECK.function("loss_fn", 3), InputTypeError, "a int", "a function", "not its result loss_fn()."),
+    (lambda: CHECK.path("folder", 3), InputTypeError, "a int", "a path", "pass folder='path/to/it'."),
     (lambda: CHECK.items("sizes", 3), ConfigError, "sizes=3", "a list", "pass sizes=[...]."),
     (lambda: CHECK.items("sizes", [3], 2), ConfigError, "sizes=[3]", "a list of 2", "with 2 entries."),
     (lambda: CHECK.series("sizes", {3}), ConfigError, "sizes={3}", "a list", "pass sizes=[...]."),

@@ -418,6 +418,43 @@ ACCUMULATED = [
         InputTypeError,
         "write GradientAccumulator(torch.optim.AdamW(model.parameters())).",
     ),
+    *(
+        (lambda given=given: accumulator(scaler=given), InputTypeError, "scaler=torch.amp.GradScaler()).")
+        for given in (True, 1024.0, torch.amp.GradScaler)
+    ),
+    (lambda: accumulator(guard_steps="False"), ConfigError, "pass guard_steps=False."),
+    (
+        lambda: accumulator().backward(mean_square(net(), BATCH), retain_graph=None),
+        ConfigError,
+        "pass retain_graph=False.",
+    ),
+    *(
+        (
+            lambda block=block, given=given: block(given).__enter__(),
+            InputTypeError,
+            f"then {block.__name__}(optimizer).",
+        )
+        for block in (mk.train.atomic_steps, mk.train.offload_state, mk.train.step_in_backward)
+        for given in (None, net(), [], "adamw", [None])
+    ),
+    (lambda: mk.train.materialize_state(net()), InputTypeError, "then materialize_state(optimizer)."),
+    (
+        lambda: mk.train.cached_backward(net(), BATCH, lambda z: z.sum(), chunk_size=4, backward=None),
+        InputTypeError,
+        "not its result backward().",
+    ),
+    (
+        lambda: mk.train.gradient_penalty(net(), BATCH, BATCH, generator=0),
+        InputTypeError,
+        "torch.Generator().manual_seed(0).",
+    ),
+    (
+        lambda: mk.train.offload_activations(to="disk", model="x"),
+        InputTypeError,
+        "write offload_activations(to='disk', model=model).",
+    ),
+    (lambda: mk.train.offload_activations(to="disk", folder=3), InputTypeError, "pass folder='path/to/it'."),
+    (lambda: mk.train.offload_state(sgd(net()), folder=3).__enter__(), InputTypeError, "pass folder='path/to/it'."),
     (lambda: accumulator(0), ConfigError, "pass accumulation_steps=1."),
     (lambda: accumulator(objective="max"), ConfigError, "pass objective='mean'."),
     (lambda: accumulator(accumulate_dtype=torch.float16), ConfigError, "pass accumulate_dtype=torch.float32."),

@@ -6,6 +6,7 @@ import queue
 import warnings
 from collections import UserDict
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -779,3 +780,11 @@ def test_an_error_of_batch_norm_on_a_part_of_one_row_says_why():
         note = caught.value.__notes__[0]
         assert "a micro-batch of 1 of 5, and BatchNorm in training mode needs" in note
         assert "fewer micro-batches (accumulation_steps=, of SplitLoss num_microbatches=)" in note
+
+
+@pytest.mark.parametrize("number", [torch.tensor(2), np.int64(2)])
+def test_a_number_of_steps_may_be_a_tensor(number):
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    trainer = mk.MemoryEfficientTrainingWrapper(model, optimizer, accumulation_steps=number)
+    assert trainer.train_step(torch.ones(6, 4), lambda model, x: model(x).square().mean()).sizes == (3, 3)
