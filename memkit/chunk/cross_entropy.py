@@ -270,10 +270,16 @@ def _multiply_into(out: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def _check_shapes(x: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, call: str) -> None:
-    for name, each in {"x": x, "weight": weight, "targets": targets, "bias": bias}.items():
-        if each is not None and not isinstance(each, Tensor):
+    tensors: dict[str, object] = {"x": x, "weight": weight, "targets": targets}
+    if bias is not None:
+        tensors["bias"] = bias
+    for name, each in tensors.items():
+        if not isinstance(each, Tensor):
             raise InputTypeError(
-                call, got=f"{name} as a {type(each).__name__}", expected="tensors", fix=f"pass torch.as_tensor({name})."
+                call,
+                got=f"{name} as a {type(each).__name__}",
+                expected="tensors",
+                fix=f"pass {'the tensor' if each is None else f'torch.as_tensor({name})'} as {name}.",
             )
     fits = (
         x.dim() >= 1

@@ -173,10 +173,11 @@ def _per_dim(x: Tensor, dims: Sequence[int] | None, tile_size: Any) -> dict[int,
             expected="the dimensions to cut",
             fix=f"pass dims=({dims!r},)." if as_whole(dims) in spatial else "omit dims to cut all of them.",
         )
-    chosen = [dim - x.dim() if dim > 0 else dim for dim in (spatial if dims is None else dims)]
+    given = [as_whole(dim) for dim in (spatial if dims is None else dims)]
+    chosen = [dim - x.dim() if dim > 0 else dim for dim in given if dim is not None]
     are_many = isinstance(tile_size, Iterable) and getattr(tile_size, "ndim", 1) > 0
     values = [as_whole(each) for each in (tile_size if are_many else [tile_size] * len(chosen))]
-    if not chosen or len(set(chosen)) < len(chosen) or not set(chosen) <= set(spatial):
+    if not chosen or len(set(chosen)) < len(given) or not set(chosen) <= set(spatial):
         raise ConfigError(
             f"tiled_apply(dims={dims!r})",
             got=f"{dims!r} for an input of {x.dim()} dimensions",

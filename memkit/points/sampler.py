@@ -270,6 +270,9 @@ class GridAwareSampler(UserState):
         """
         call = "GridAwareSampler.index(coords)"
         array = host_array(coords, call, "coords")
+        if getattr(key, "__hash__", None) is None:  # of None and all other hashable objects it is a method
+            fix = "pass key='scene_1', or another text, number or tuple of them."
+            raise InputTypeError(call, got=f"key as a {type(key).__name__}", expected="a hashable key", fix=fix)
         content = fingerprint(array) if key is None else (key, spot_check(array))
         scenes = {"offsets": offsets, "batch": batch}
         ends = tuple(

@@ -31,6 +31,7 @@ def voxel_mean(values: Tensor, index: GridIndex) -> Tensor:
 
     Raises:
         InputError: There is not exactly one row per point.
+        InputTypeError: ``values`` is not a tensor with rows, or ``index`` is not an index.
 
     Example:
         >>> import torch
@@ -49,6 +50,9 @@ def voxel_mean(values: Tensor, index: GridIndex) -> Tensor:
             fix="write voxel_mean(values, index)",
         )
     _check_index("voxel_mean(values, index)", index)
+    if not isinstance(given, Tensor) or not given.dim():
+        got, fix = described(given), "pass torch.as_tensor(values)."
+        raise InputTypeError("voxel_mean(values, index)", got=got, expected="a tensor (N, ...)", fix=fix)
     if len(values) != index.num_points:
         raise InputError(
             "voxel_mean(values, index)",

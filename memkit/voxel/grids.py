@@ -159,11 +159,12 @@ def feature_mae(
         difference = _difference(prediction, target).movedim(1, -1).reshape(-1, prediction.shape[1])
         are_empty = not len(difference)
         if mask is not None:
-            if mask.shape != (len(target), *target.shape[2:]) or mask.dtype != torch.bool:
+            form = (len(target), *target.shape[2:])
+            if (getattr(mask, "shape", None), getattr(mask, "dtype", None)) != (form, torch.bool):
                 _refuse(
                     call,
-                    f"a mask {tuple(mask.shape)}, {mask.dtype}",
-                    f"bool {(len(target), *target.shape[2:])}",
+                    f"a mask, {described(mask)}",
+                    f"bool {form}",
                     "create the mask from the occupancy: mask = occupancy[:, 0] > 0.5.",
                 )
             difference = difference[mask.flatten()]

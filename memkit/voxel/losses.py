@@ -14,7 +14,7 @@ from memkit._core.errors import InputError
 from memkit._core.settings import Checker
 from memkit._core.words import guided
 from memkit._gradients.streamed import Gradients, with_gradients
-from memkit.voxel.layout import VoxelLayout
+from memkit.voxel.layout import VoxelLayout, refuse_no_layout
 from memkit.voxel.pairs import VolumeLoss, mean_of_samples, work_dtype
 
 VoxelKind = Literal["l1", "mse", "bce"]
@@ -86,7 +86,7 @@ class OccupancyAwareLoss(VolumeLoss):
         layout: Defines which voxels are occupied. Without it, those whose target is nonzero in some channel.
 
     Raises:
-        ConfigError: The weight is not a number above zero, or the kind is unknown.
+        ConfigError: The weight is not a number above zero, the kind is unknown, or ``layout`` is not a layout.
 
     Memory cost: one gradient of the prediction, and two volumes of one sample.
 
@@ -109,6 +109,7 @@ class OccupancyAwareLoss(VolumeLoss):
         check = Checker("OccupancyAwareLoss(...)")
         self.occupied_weight = check.number("occupied_weight", occupied_weight, 1e-6, 1e6)
         self.kind = check.choice("kind", kind, _LOSSES)
+        refuse_no_layout(check, layout)
         self.layout = layout
 
     def _compare(self, prediction: Tensor, target: Tensor) -> Tensor:

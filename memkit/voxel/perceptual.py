@@ -75,6 +75,7 @@ class Perceptual3DLoss(FrozenNetworkLoss):
         chunk_size: int = 1,
     ) -> None:
         check = Checker("Perceptual3DLoss(...)")
+        given: object = extractor
         is_random = extractor is None
         if extractor is None:
             extractor = random_extractor(
@@ -82,6 +83,13 @@ class Perceptual3DLoss(FrozenNetworkLoss):
                 check.whole("base_channels", base_channels, 1),
                 check.whole("num_levels", num_levels, 1),
                 seed=check.whole("seed", seed),
+            )
+        elif isinstance(given, type) or not callable(given):
+            raise InputTypeError(
+                "Perceptual3DLoss(extractor=...)",
+                got=f"the class {given.__name__}" if isinstance(given, type) else described(given),
+                expected="a network, or None",
+                fix="pass extractor=model, an nn.Module.",
             )
         super().__init__(extractor)
         self.in_channels = in_channels if is_random else None

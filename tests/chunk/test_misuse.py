@@ -205,6 +205,11 @@ MISUSES = [
     ),
     (lambda: entropy(hidden, weight.T, y), InputError, "write chunked_linear_cross_entropy(x, weight.T, targets)"),
     (lambda: entropy(hidden, weight, y, reduction="avg"), ConfigError, "pass reduction='mean'."),
+    (lambda: entropy(hidden, weight, None), InputTypeError, "pass the tensor as targets."),
+    (lambda: entropy(hidden, None, y), InputTypeError, "pass the tensor as weight."),
+    (lambda: entropy(None, weight, y), InputTypeError, "pass the tensor as x."),
+    (lambda: entropy(hidden, weight, [1] * 8), InputTypeError, "pass torch.as_tensor(targets) as targets."),
+    (lambda: tiled(conv, volume, 8, dims="HW"), ConfigError, "omit dims to cut all of them."),
     *(
         (lambda given=given: entropy(hidden, weight, y, ignore_index=given), ConfigError, "or pass the class.")
         for given in (1.5, float("nan"), float("inf"), 1j, True, None)

@@ -42,6 +42,12 @@ CALLS = [
         InputTypeError,
         "write from_coords(coords, grid_size=0.1)",
     ),
+    (lambda: mk.points.voxel_mean(None, mk.GridIndex.from_cells(DST)), InputTypeError, "pass torch.as_tensor(values)."),
+    (
+        lambda: mk.GridAwareSampler().index(COORDS, 0.3, key=[1]),
+        InputTypeError,
+        "or another text, number or tuple of them.",
+    ),
     (lambda: mk.GridIndex.from_cells(DST, ptr=[0, 5]), InputTypeError, "write from_cells(cell_ids, offsets=[0, 5])"),
     (lambda: index(offsets=torch.zeros(50, dtype=torch.int64)), InputError, "if this is the scene of each point."),
     (

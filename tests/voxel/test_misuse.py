@@ -149,6 +149,9 @@ CALLS = [
         (lambda given=given: mk.voxel.voxel_iou(X[0], X[1], threshold=given), ConfigError, "=0.5, the usual one.")
         for given in (float("nan"), None, "0.5")
     ),
+    (lambda: mk.voxel.feature_mae(X[None], X[None], mask="x"), InputError, "mask = occupancy[:, 0] > 0.5."),
+    (lambda: mk.OccupancyAwareLoss(layout="x"), ConfigError, "pass layout=mk.voxel.VoxelLayout(channels)."),
+    (lambda: mk.Perceptual3DLoss(4, 4, extractor="x"), InputTypeError, "pass extractor=model, an nn.Module."),
     (lambda: mk.CompositeLoss3D(), InputTypeError, "CompositeLoss3D({'edges': (StructurePreservingLoss(), 1.0)})"),
     (lambda: mk.CompositeLoss3D({"edges": LOSS}), ConfigError, "write {'edges': (StructurePreservingLoss(), 1.0)}"),
     (
