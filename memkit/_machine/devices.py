@@ -97,7 +97,7 @@ def _what_was_meant(device: object, resolved: torch.device | None) -> str:
 def _parse_device(device: str | torch.device) -> torch.device | None:
     try:
         return torch.device(device)
-    except (RuntimeError, TypeError):
+    except (RuntimeError, TypeError, ValueError):  # ValueError: a number beyond 64 bits
         return None
 
 

@@ -802,7 +802,7 @@ def optimizer_maker(
                 fix="write optimizer=lambda parameters: torch.optim.Adam(parameters, lr=1e-3); or, if it needs the "
                 "model, call it yourself and pass its result: optimizer=make_optimizer(model).",
             ) from error
-        if isinstance(made, (list, tuple)):
+        if not callable(getattr(made, "step", None)):
             raise _not_one(call, f"a function that returns a {type(made).__name__}")
         refuse_closure(made, call, "optimizer='adamw'")
         return [made]

@@ -401,7 +401,11 @@ class MemoryManager(Uncopied, Closing, Overviewed):
 
         Returns:
             Bytes returned to the device, or on the CPU to the system; 0 if the call came too soon.
+
+        Raises:
+            ConfigError: ``min_interval_s`` is not a finite number of 0 or more.
         """
+        Checker("release(...)").number("min_interval_s", min_interval_s, 0)
         now = time.monotonic()
         if now - self._released_at < min_interval_s:
             return 0

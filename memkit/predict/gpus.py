@@ -17,6 +17,7 @@ from typing import Any, Literal, SupportsIndex, TypeAlias
 
 from memkit._core.errors import ConfigError, FileFormatError, InputError, InputTypeError
 from memkit._core.packaged import packaged_text
+from memkit._core.settings import Checker
 from memkit._core.units import parse_bytes
 from memkit._machine.files import write_text
 from memkit._machine.regular_file import read_regular
@@ -139,7 +140,7 @@ def all_gpus(calibrated: str | os.PathLike[str] | None = None) -> tuple[GPU, ...
     """
     if calibrated is None:
         return _table()
-    own = {gpu.name: gpu for gpu in _read(Path(calibrated))}
+    own = {gpu.name: gpu for gpu in _read(Checker("all_gpus").path("calibrated", calibrated))}
     table = {gpu.name: gpu for gpu in _table()}
     return tuple((table | own).values())
 
@@ -172,6 +173,8 @@ def find_gpu(name: str | GPU, *, calibrated: str | os.PathLike[str] | None = Non
         ...
         memkit.errors.InputError: find_gpu('A100'): got a name that matches several GPUs; expected the name ...
     """
+    if calibrated is not None:
+        calibrated = Checker("find_gpu").path("calibrated", calibrated)
     return look_up(name, f"find_gpu({_shown(name)})", calibrated=calibrated)
 
 

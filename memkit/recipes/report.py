@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from memkit._core.errors import InputTypeError
+from memkit._core.settings import Checker
 from memkit._core.words import guided
 from memkit._events.reader import EventLog
 from memkit.predict.gpus import all_gpus, find_gpu
@@ -71,6 +72,8 @@ def write_report(
     """
     _check_order(log, path)
     check_target(path)  # before the work
+    for maker in Checker("write_report").series("sections", sections):
+        Checker("write_report").function("sections", maker)
     save_report(make_report(log, baseline=baseline, gpu=gpu, language=language, sections=sections), path)
 
 

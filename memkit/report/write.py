@@ -49,11 +49,12 @@ def check_target(path: str | os.PathLike[str], *, replaces: bool = True) -> Path
         )
     call = f"the report {str(target)!r}"
     if target.suffix.lower() not in SUFFIXES:
+        meant = target.with_suffix(".html").name if target.name else "report.html"
         raise InputError(
             call,
             got=f"the suffix {target.suffix!r}",
             expected=f"one of {', '.join(SUFFIXES)}",
-            fix=f"write {target.with_suffix('.html').name!r}{_TO_PDF if target.suffix.lower() == '.pdf' else ''}.",
+            fix=f"write {meant!r}{_TO_PDF if target.suffix.lower() == '.pdf' else ''}.",
         )
     if target.is_dir():
         raise InputError(

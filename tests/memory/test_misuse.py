@@ -50,6 +50,8 @@ TABLE = [
     (lambda: manager().events.save(), "InputTypeError", "write save(path)"),
     (lambda: manager().events.dump(), "AbsentError", "write memory.events.save('memory_events.jsonl')"),
     *((lambda at=at: tracker().top(at=at), "ConfigError", "pass at='peak'.") for at in ("Peak", "start", None)),
+    (lambda: manager().release(min_interval_s=None), "ConfigError", "pass min_interval_s=0."),
+    (lambda: mk.MemoryManager(10**30), "ConfigError", "such as 'cpu' or 'cuda:0'."),
     (lambda: tracker().top("3"), "ConfigError", "pass count=3."),
     (lambda: tracker().top(-1), "ConfigError", "pass count=0."),
     (lambda: mk.memory.Tracker("cpu"), "InputTypeError", "write Tracker(device='cpu')"),

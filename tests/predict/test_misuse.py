@@ -206,6 +206,11 @@ TABLE = [
         "ConfigError",
         "write gradient_accumulation_steps=4.",
     ),
+    (lambda: estimate(MODEL, BATCH, loss_fn, optimizer=lambda ps: None), "InputTypeError", "[first, second]."),
+    (lambda: advise(MODEL, BATCH, loss_fn, optimizer=lambda ps: None), "InputTypeError", "[first, second]."),
+    (lambda: mk.find_gpu("RTX 4090", calibrated=1), "InputTypeError", "pass calibrated='path/to/it'."),
+    (lambda: mk.predict.all_gpus(1), "InputTypeError", "pass calibrated='path/to/it'."),
+    (lambda: mk.predict.AllocatorSettings.parse(None), "InputTypeError", "parse('expandable_segments:True')."),
     # values that stand for nothing
     (lambda: plan(MODEL, BATCH, loss_fn, budget="1GiB", target=""), "InputError", "says whether a size is enough."),
     (lambda: plan(MODEL, BATCH, loss_fn, budget="1GiB", target=0), "InputTypeError", "budget='0GiB')."),

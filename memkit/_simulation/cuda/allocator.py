@@ -746,6 +746,7 @@ class AllocatorSettings:
                 pinned host memory are checked but have no effect here.
 
         Raises:
+            InputTypeError: It is not text.
             ConfigError: An option is unknown, given twice or has an invalid value (torch rejects it too, or silently
                 reads something else), or the model does not support it: ``backend:cudaMallocAsync``,
                 ``throw_on_cudamalloc_oom:True``.
@@ -759,6 +760,8 @@ class AllocatorSettings:
             >>> settings.max_split_bytes, settings.round_up(5 * 2**20 + 1)
             (134217728, 6291456)
         """
+        expected, fix = "text", "write AllocatorSettings.parse('expandable_segments:True')."
+        Checker("AllocatorSettings.parse(text)").instance(text, str, expected, fix)
         options = _options("".join(text.split()))
         segment_mb = options.pop("large_segment_size_mb", 20)  # first: it is the minimum of two others
         sizes = {}
