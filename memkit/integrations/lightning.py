@@ -20,7 +20,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 
 from memkit._core.errors import ConfigError, warn_user
-from memkit._core.settings import check_version
+from memkit._core.settings import Checker, check_version
 from memkit._gradients.loss import Loss
 from memkit.integrations.lightning_parts import BatchPart, BatchParts, detached_part, rows_of, with_places
 from memkit.memory.manager import MemoryManager
@@ -237,6 +237,7 @@ class MemoryCallback(Callback):  # type: ignore[misc]  # as above
         post_mortem: str | os.PathLike[str] | None = None,
         exact_accumulation: bool = False,
     ) -> None:
+        Checker("MemoryCallback(...)").flag("exact_accumulation", exact_accumulation)
         self.memory = memory
         self._post_mortem, self._is_exact = post_mortem, exact_accumulation
         self._module: MemoryEfficientModule | None = None

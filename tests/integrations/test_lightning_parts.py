@@ -256,3 +256,8 @@ def test_the_callback_tells_data_sets_and_batch_samplers_the_epoch():
         dataset.set_epoch(epoch)
         expected += [torch.stack([dataset[index] for index in batch]) for batch in again]
     torch.testing.assert_close(module.seen, expected, rtol=0, atol=0)
+
+
+def test_exact_accumulation_is_a_switch():
+    call = lambda: MemoryCallback(exact_accumulation="False")  # noqa: E731
+    assert_refused(call, mk.errors.ConfigError, "pass exact_accumulation=False.")
