@@ -267,8 +267,11 @@ class Rehearsal:
     def _finding_others(self) -> Iterator[None]:
         """Save, in the block, what modules and optimizers hold that the roots do not, before they first run or step."""
         thread = threading.get_ident()  # other threads train models of their own
+        simulation = fake_mode()
 
         def notice(found: object, *_: Any) -> None:
+            if fake_mode() is not simulation:  # an estimate's, which holds its stand-ins now
+                return
             known = any(each.hold(found) for each in (self._attributes, *self._found))
             if not known and threading.get_ident() == thread:
                 with outside_transforms():  # inside of torch.func.grad, copies would be wrappers without a storage
@@ -428,12 +431,15 @@ class _Watch(LeanDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._rehearsal, self._span, self._rounding = rehearsal, span, rounding
         self._born: set[int] = set()
+        self._simulation = fake_mode()
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if not isinstance(func, OpOverload):  # higher-order operators are not inspected
+        # Higher-order operators are not inspected; nor are those of a simulation within the run (an estimate), whose
+        # tensors have no data and are gone at its end.
+        if not isinstance(func, OpOverload) or fake_mode() is not self._simulation:
             return func(*args, **kwargs)
         if func.namespace in _NAMESPACES_OF_RANKS and not self._rehearsal.as_called:
             raise RanksError(str(func))

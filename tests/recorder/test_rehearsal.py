@@ -7,6 +7,7 @@ import functools
 import itertools
 import random
 import types
+import warnings
 import weakref
 
 import numpy as np
@@ -830,3 +831,26 @@ def test_a_class_whose_module_is_a_descriptor_is_no_error():
     Compiled.__module__ = property(lambda self: "extension")
     before = Attributes([lambda: (Compiled, Compiled())], content="saved")
     assert not before.differ()
+
+
+@pytest.mark.parametrize("call", ["estimate_memory_usage", "plan_training", "advise"])
+def test_a_loss_that_simulates_another_step_can_be_rehearsed(call):
+    batch, model = (torch.randn(8, 4), torch.randn(8, 2)), nn.Linear(4, 2)
+    other = nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2))
+    mean, statistics = other[1].running_mean, other[1].running_mean.clone()
+    options = {"budget": "1MiB"} if call == "plan_training" else {}
+
+    def plain(module, rows):
+        return nn.functional.mse_loss(module(rows[0]), rows[1])
+
+    def loss_fn(module, rows):
+        getattr(mk, call)(other, batch, plain, **options)
+        return plain(module, rows)
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", mk.MemkitWarning)
+        trainer = mk.MemoryEfficientTrainingWrapper(model, optimizer, accumulation_steps=2)
+        assert trainer.train_step(batch, loss_fn).stepped
+    assert other[1].running_mean is mean
+    assert torch.equal(mean, statistics)
