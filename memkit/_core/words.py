@@ -373,6 +373,7 @@ class _Setting:
 
     def __init__(self, cls: type, name: str) -> None:
         self._cls, self._name = cls, name
+        self.__doc__ = "An argument of the constructor alone, no attribute."  # for help()
 
     def __get__(self, owner: object, kind: type | None = None) -> Any:
         own = {} if owner is None else vars(owner)
