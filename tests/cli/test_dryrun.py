@@ -243,7 +243,10 @@ def test_writes_are_visible_to_the_script_only(capfd, tmp_path_factory):
             "bytes of safetensors",
             3,
             ["a tensor without data, 'weight', whose bytes safetensors reads itself", "leave this write out"],
-            marks=pytest.mark.skipif(importlib.util.find_spec("safetensors") is None, reason="comes with transformers"),
+            marks=[
+                pytest.mark.skipif(importlib.util.find_spec("safetensors") is None, reason="comes with transformers"),
+                pytest.mark.slow,
+            ],
         ),
         ("second card", 3, ["failed (NoSuchCardError)", "only cuda:0 is there", "device_ids=[0]"]),
         ("selects", 3, ["at ends.py:17 in <module>: print(x[x > 0].sum())", "pass --selected-fraction 1.0"]),

@@ -3,10 +3,13 @@
 import zipfile
 from pathlib import Path
 
+import pytest
+
 import memkit
 from tests.helpers import run_python
 
 
+@pytest.mark.slow
 def test_files_of_the_package_are_found_in_an_archive(tmp_path):
     package, archive = Path(memkit.__file__).parent, tmp_path / "memkit.zip"
     with zipfile.ZipFile(archive, "w") as opened:

@@ -892,6 +892,7 @@ def test_several_optimizers_take_the_steps_of_a_loop(measure):
         torch.testing.assert_close(mine.state_dict()["state"], other.state_dict()["state"])
 
 
+@pytest.mark.slow
 def test_plans_are_the_same_in_inference_mode(monkeypatch):
     """As estimates are: the speeds of the host, measured once for each process, need a graph too."""
     monkeypatch.setattr(host, "_this_machine", host._this_machine.__wrapped__)

@@ -27,6 +27,7 @@ def test_survives_and_equals_the_undisturbed_run(name):
         assert [sum(parts) for parts in row["sizes"]] == [256, 256]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="Requires: [Linux]")
 def test_parts_fit_in_a_limited_address_space_with_glibc_as_it_comes():
     """Freed blocks once stayed in the heap, in pieces too small for the next part, down to parts of a few rows."""
