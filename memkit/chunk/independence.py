@@ -191,27 +191,28 @@ class _Check:
         self._warn_of_kept(self.probes.kept_results(), "with a graph", "and its gradient is that of one chunk or none")
 
     def _warn_of_kept(self, names: Sequence[str], how: str, what_else: str) -> None:
-        untold = [each for each in names if each not in self.told]
-        if not untold:
-            return
-        self.told.update(untold)
-        warn_user(
-            f"{self.call}: the function keeps a result in the attribute {untold[0]!r} when it is called, {how}. After "
-            f"the call, it is that of one chunk alone, {what_else}. Way out: return it from the function, as one value "
-            "per row; or compute it outside of the call; or pass check=False if nothing reads it after the call."
-        )
+        if name := self._untold(names):
+            warn_user(
+                f"{self.call}: the function keeps a result in the attribute {name!r} when it is called, {how}. After "
+                f"the call, it is that of one chunk alone, {what_else}. Way out: return it from the function, as one "
+                "value per row; or compute it outside of the call; or pass check=False if nothing reads it after the "
+                "call."
+            )
 
     def _warn_of_written(self, names: Sequence[str]) -> None:
+        if name := self._untold(names):
+            warn_user(
+                f"{self.call}: the function writes into the tensor in its attribute {name!r} when it is called: once "
+                "for each chunk, and again in the backward, so that an average over calls, say, moves several times a "
+                "step. Way out: return from the function what is to be written, as one value per row, and write it "
+                "after the call; or pass check=False if each row writes its own entries, or nothing reads it."
+            )
+
+    def _untold(self, names: Sequence[str]) -> str | None:
+        """Return the first attribute that no warning has named or covered; one warning covers all."""
         untold = [each for each in names if each not in self.told]
-        if not untold:
-            return
         self.told.update(untold)
-        warn_user(
-            f"{self.call}: the function writes into the tensor in its attribute {untold[0]!r} when it is called: once "
-            "for each chunk, and again in the backward, so that an average over calls, say, moves several times a "
-            "step. Way out: return from the function what is to be written, as one value per row, and write it after "
-            "the call; or pass check=False if each row writes its own entries, or nothing reads it."
-        )
+        return untold[0] if untold else None
 
     def _other_rows_changed(self) -> _Found:
         """Look which rows change with one, in the first way that the function does not refuse.
@@ -560,7 +561,7 @@ def _rewritten(earlier: Mapping[str, Sequence[Tensor]], now: Mapping[str, Sequen
         for name, values in now.items()
         if len(values) != len(before := earlier.get(name, ()))
         or not all(map(_are_alike, values, before))
-        or any(each.isnan().any() for each in values)
+        or any(_as_doubles(each).isnan().any() for each in values)
     ]
 
 

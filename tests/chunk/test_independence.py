@@ -641,7 +641,9 @@ def test_what_calls_write_into_an_attribute_of_their_rows_is_warned_of_once(what
 
 
 def test_a_constant_written_into_an_attribute_is_not_warned_of():
-    mk.chunked_map(Writing("constant"), torch.randn(50, 5), chunk_size=16)
+    model = Writing("constant")
+    mk.chunked_map(model, torch.randn(50, 5), chunk_size=16)
+    assert model.kept.tolist() == [2.0] * 5
 
 
 class Renewing(nn.Module):
