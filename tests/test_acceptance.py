@@ -105,6 +105,7 @@ def test_projects_have_equal_curves_and_ten_smaller_peaks():
         assert entry["time_ratio"] > 0
 
 
+@pytest.mark.slow
 def test_detects_differences_in_losses_parameters_and_statistics(tmp_path):
     project = make_project()
     plain = run(project, write_script(tmp_path / "plain", SCRIPT), "state", "float64")

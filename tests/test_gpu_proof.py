@@ -49,6 +49,7 @@ def test_an_unknown_case_is_refused(capsys):
     assert "--list" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_virtual_card_is_predicted_to_the_byte(ran):
     found = evidence.read(ran / "virtual.json")
     prediction = found.predictions()["gan"]

@@ -17,7 +17,7 @@ from memkit.chunk.halo import find_reach
 from memkit.chunk.tiles import Reach
 from tests.allocations import trace_allocations
 from tests.chunk.nets import HiddenStride, Padding, UNet, exact_nets, refused_nets
-from tests.helpers import assert_refused, assert_same
+from tests.helpers import assert_refused, assert_same, one_in_product
 from tests.toys import out_of_memory
 
 CASES = {
@@ -220,9 +220,10 @@ def convolutions():
     return nn.Sequential(nn.Conv1d(1, 4, 3, padding=1), nn.Tanh(), nn.Conv1d(4, 1, 3, padding=1)).double()
 
 
-@pytest.mark.parametrize("mode", ["constant", "replicate"])
-@pytest.mark.parametrize("is_centered", [False, True])
-@pytest.mark.parametrize("multiple", [2, 3, 5, 7, 9, 16])
+@pytest.mark.parametrize(
+    ("multiple", "is_centered", "mode"),
+    one_in_product(3, [2, 3, 5, 7, 9, 16], [False, True], ["constant", "replicate"]),
+)
 def test_padding_to_a_multiple_decides_about_the_period(multiple, is_centered, mode):
     """NaN shows a period of 1, but what is beyond the ends depends on the remainder by the multiple."""
     torch.manual_seed(0)

@@ -14,7 +14,7 @@ from memkit.chunk.sparse import SparsityAwareProcessor
 from tests.allocations import count_flops, trace_allocations
 from tests.chunk.nets import Padding, UNet
 from tests.chunk.scenes import brain_mask, cortex
-from tests.helpers import assert_refused, assert_same
+from tests.helpers import assert_refused, assert_same, one_in_product
 from tests.toys import out_of_memory
 
 conv = nn.Conv3d
@@ -105,8 +105,7 @@ def test_a_box_without_margin_is_wrong():
     assert (naive - net(volume)[:, :, 8:20, 9:17, 7:17]).detach().abs().max() > 1e-2
 
 
-@pytest.mark.parametrize("mode", ["blocks", "bbox"])
-@pytest.mark.parametrize("size", [26, 28, 30])
+@pytest.mark.parametrize(("mode", "size"), one_in_product(2, ["blocks", "bbox"], [26, 28, 30]))
 def test_padding_to_a_multiple(mode, size):
     """Parts have the remainders of the volume by the multiple to which the module pads."""
     torch.manual_seed(0)

@@ -436,6 +436,7 @@ def test_reports_dead_process(capfd):
 
 
 @pytest.mark.usefixtures("folder")
+@pytest.mark.slow
 def test_a_traceback_of_ctrl_c_starts_in_the_script(capfd, tmp_path_factory):
     script = tmp_path_factory.mktemp("interrupted") / "script.py"
     # Python's own handler is not there where this run is in the background of a shell.

@@ -361,6 +361,7 @@ def numpy_peak(run):
     ),
     ids=["half", "single", "scenarios", "index"],
 )
+@pytest.mark.slow
 def test_inside_a_compiled_function(draw):
     """Each call draws anew, as without torch.compile, and the ratios stay float64."""
     index, x = scene(), torch.from_numpy(on_mesh(4000, 0)).double()

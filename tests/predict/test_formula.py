@@ -124,6 +124,7 @@ def test_hopper_takes_more_and_the_reserve_covers_it(family, config):
     ("name", "card"),
     [SMALLEST_CARDS[0], *(pytest.param(*case, marks=pytest.mark.slow) for case in SMALLEST_CARDS[1:] + OTHER_CARDS)],
 )
+@pytest.mark.slow
 def test_a_preset_runs_on_the_cards_of_its_range(family, name, card):
     used = run_on(card, family, PRESET_CONFIGS[name])  # raises where the card runs out
     estimate = estimate_by_formula(PRESET_CONFIGS[name])

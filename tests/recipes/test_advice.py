@@ -51,6 +51,7 @@ def test_tolerance_is_two_percent(expected, measured, meets):
 
 
 class TestOneTable:
+    @pytest.mark.slow
     def test_measured_matches_predicted(self, table):
         assert table.measured_peak_bytes == table.peak_bytes
         verified = [each for each in table if each.is_verified]

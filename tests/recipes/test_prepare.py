@@ -229,6 +229,7 @@ def test_planning_leaves_no_trace_and_takes_the_fastest():
     assert all("forward" not in vars(each) for each in model.modules())
 
 
+@pytest.mark.slow
 def test_a_card_and_a_model_without_data():
     with torch.device("meta"):
         model = nn.Sequential(*(Residual(2048) for _ in range(2)))
@@ -489,7 +490,7 @@ def test_reports_values_answered_without_data():
     assert any(each.startswith("Answered without data: ") and "test_prepare.py" in each for each in notes)
     assert notes[-1] in trainer.plan.explain()
     with pytest.raises(ConfigError, match=r"masks that select 90%.*a smaller selected_fraction= may let a plan fit"):
-        plan_training(model, digits(), masked, optimizer, budget="1KiB", selected_fraction=0.9)
+        plan_training(model, digits(), masked, optimizer, budget="1KiB", treat="blocks", selected_fraction=0.9)
 
 
 def test_explains_itself():
@@ -859,6 +860,7 @@ def test_two_micro_batches_are_tried_where_all_are_alike():
     assert seen[-4:] == [2] * 4  # of two, twice
 
 
+@pytest.mark.slow
 def test_what_was_not_tried_is_not_said_to_fit():
     with pytest.warns(MemkitWarning, match="only 64 of 70 were tried"):
         plan = plan_training(Trims(), padded(70, 69), trimmed_loss, "sgd", budget="1GiB", micro_batch_size=1)

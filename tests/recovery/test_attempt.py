@@ -465,6 +465,7 @@ def test_ambiguous_message_without_pressure_is_not_recognized():
     assert output.splitlines() == ["False False", "True True"]
 
 
+@pytest.mark.slow
 def test_real_training_step_recovers_at_a_smaller_size():
     output = run_child("""
         torch.set_num_threads(2)

@@ -44,6 +44,7 @@ def test_whole_run_peaks_like_the_gpu(run):
     assert played.reserved_bytes == pytest.approx(run.reserved_bytes, rel=0.02)
 
 
+@pytest.mark.slow
 def test_every_published_operator_is_exact_in_every_digit():
     assert len(ROWS) == 79
     assert [row for row in ROWS if as_printed(peak_bytes(row)) != row["measured_mib"]] == []

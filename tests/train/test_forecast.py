@@ -184,6 +184,7 @@ def test_a_predicted_split_that_changes_the_gradient_is_refused(on_oom):
         assert trainer.train_step(x, mean_square).num_microbatches > 1
 
 
+@pytest.mark.slow
 def test_a_model_in_bfloat16_is_charged_for_sums_in_bfloat16():
     def run(**keywords):
         model = mlp().bfloat16()

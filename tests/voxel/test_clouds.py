@@ -52,6 +52,7 @@ def test_conventions_differ_and_an_own_one_can_be_given():
         chamfer_distance(a, b, convention="chamfer")
 
 
+@pytest.mark.slow
 def test_gradient_keeps_pairs_instead_of_the_table():
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.rand(20_000, 3, generator=generator, requires_grad=True) for _ in range(2))
