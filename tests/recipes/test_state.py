@@ -372,6 +372,31 @@ def test_trained_parameters_that_another_object_saves_are_not_told_of(tmp_path):
     TrainingStateManager(tmp_path / "other").save(1, optimizer=optimizer)  # the values are kept elsewhere
 
 
+class KeptAs:
+    """A parameter that is saved in another form, as SAC's temperature is."""
+
+    def __init__(self, form, value):
+        self.form, self.value = form, value
+
+    def state_dict(self):
+        return {"value": self.form(self.value), "rate": 0.1}
+
+    def load_state_dict(self, state):
+        self.value.data.copy_(torch.as_tensor(state["value"]))
+
+
+@pytest.mark.parametrize(
+    "form", [lambda value: value.detach().clone(), lambda value: value.double().cpu(), torch.Tensor.tolist]
+)
+def test_trained_parameters_that_are_saved_as_copies_are_not_told_of(tmp_path, form):
+    model, weights = nn.Linear(3, 1), torch.tensor([1.5, 2.5], requires_grad=True)
+    optimizer, kept = torch.optim.Adam([*model.parameters(), weights]), KeptAs(form, weights)
+    TrainingStateManager(tmp_path).save(1, model=model, optimizer=optimizer, kept=kept)  # a warning would be an error
+    kept.form = lambda value: (value + 1).tolist()
+    with pytest.warns(MemkitWarning, match=r"trains parameters .* of the shapes \(2,\)"):
+        TrainingStateManager(tmp_path / "other").save(1, model=model, optimizer=optimizer, kept=kept)
+
+
 def test_objects_without_a_state_are_refused(tmp_path):
     manager = TrainingStateManager(tmp_path)
     assert_refused(lambda: manager.save(0, history=[1]), InputTypeError, r"save\(history=\.\.\.\): got list")

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final, NoReturn
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -116,24 +116,35 @@ def tell_of_unsaved(call: str, targets: Mapping[str, Stateful], states: Mapping[
     known = {id(each) for target in targets.values() if isinstance(target, nn.Module) for each in target.parameters()}
     if not known:
         return False
-    others = {name: state for name, state in states.items() if not isinstance(targets[name], Optimizer)}
-    storages = {storage_key(leaf.untyped_storage()) for leaf in tree_leaves(others) if has_storage(leaf)}
+    saved = tree_leaves({name: state for name, state in states.items() if not isinstance(targets[name], Optimizer)})
+    storages = {storage_key(leaf.untyped_storage()) for leaf in saved if has_storage(leaf)}
     for name, target in targets.items():
         unsaved = [
             str(tuple(each.shape))
             for each in (_list(target) if isinstance(target, Optimizer) else ())
             if each.requires_grad and id(each) not in known
-            if not (has_storage(each) and storage_key(each.untyped_storage()) in storages)
+            if not (has_storage(each) and (storage_key(each.untyped_storage()) in storages or _is_copied(each, saved)))
         ]
         if unsaved:
             warn_user(
                 f"{call}: {name} trains parameters that no saved object has, of the shapes "
                 f"{list_some(unsaved, 3)}: a resumed run begins with them anew. Way out: save and restore the module "
-                "that has them too, MemoryEfficientTrainLoop(..., objects={'criterion': criterion}), or in a loop of "
-                "your own state.save(step, model=model, criterion=criterion, optimizer=optimizer)."
+                "that has them too (for a tensor alone, torch.nn.ParameterList([log_alpha]), log_alpha being a "
+                "Parameter), MemoryEfficientTrainLoop(..., objects={'criterion': criterion}), or in a loop of your own "
+                "state.save(step, model=model, criterion=criterion, optimizer=optimizer)."
             )
             return True
     return False
+
+
+def _is_copied(parameter: Tensor, saved: Sequence[object]) -> bool:
+    """Whether a parameter's values are saved: in a tensor, or as numbers, those of `.item()` or `.tolist()`."""
+    values = parameter.detach().cpu().flatten()
+    tensors = [each for each in saved if has_storage(each) and each.numel() == len(values)]
+    if any(each.cpu().flatten().equal(values) for each in tensors):
+        return True
+    numbers = [each for each in saved if type(each) is float]
+    return len(values) <= len(numbers) and set(values.tolist()) <= set(numbers)
 
 
 def own_part(target: Stateful) -> dict[str, Any] | None:
