@@ -77,6 +77,10 @@ _MODULES = {
     )
 }
 _EXPECTED = "an nn.Module as the model"
+_AS_MODEL = (
+    "make it the model: {name} = torch.nn.Parameter(...); "
+    f"{WRAPPER.kind}(torch.nn.ParameterList([{{name}}]), Adam([{{name}}]))"
+)
 _EXPECTED_OPTIMIZER = "a torch optimizer or a list of them"
 _LIBRARIES = {"pytorch_lightning": "lightning", "lightning_fabric": "lightning"}
 
@@ -157,6 +161,8 @@ def _describe_non_model(model: object, optimizer: object) -> tuple[str, str]:
             f"a {type(model).__name__}, perhaps a state_dict",
             f"load it into a model first: model.load_state_dict(state); {right}.",
         )
+    if isinstance(model, torch.Tensor):
+        return f"a {type(model).__name__}", f"{_AS_MODEL.format(name='tensor')}."
     if callable(model):
         return f"a {type(model).__name__}", f"put the function into an nn.Module with its parameters; {right}."
     return f"a {type(model).__name__}", f"write {right}."
@@ -287,6 +293,7 @@ def check_owner(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
             got=f"{name} over {len(held)} tensors, none of which is a parameter of the model",
             expected="an optimizer over parameters of this same model",
             fix="build it from the model as it is now, after wrapping or sharding: "
-            f"{name}(model.parameters(), ...). To train only something else through this model, call "
-            "model.requires_grad_(False) first.",
+            f"{name}(model.parameters(), ...). To train only something else through this model, such as a prompt, call "
+            "model.requires_grad_(False) first; to train something beside it, such as SAC's temperature, "
+            f"{_AS_MODEL.format(name='log_alpha')}.",
         )

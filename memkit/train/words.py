@@ -79,7 +79,7 @@ WRAPPER_ABSENT = {
     "trainer.parts()['optimizer']": "optimizer optimizers",
     "trainer.parts()['scheduler']": "scheduler lr_scheduler",
     "nothing in its place: the step scales and unscales": "scale scaler unscale_ unscale_gradients",
-    "result = trainer.train_step(batch, loss_fn), which has it": "grad_norm loss outputs",
+    "result = trainer.train_step(batch, loss_fn), which has it": "loss outputs",
     "trainer.backward(loss)": "backward_step manual_backward",
     "next(trainer.model.parameters()).device": "device",
     "result.num_microbatches, of result = trainer.train_step(batch, loss_fn)": "accumulation_steps",

@@ -431,6 +431,11 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing, Overviewed):
         chosen = self._checkpointing.recomputed if self._checkpointing else ()
         return chosen + (self._remedies.recomputed if self._remedies else ())
 
+    @property
+    def grad_norm(self) -> torch.Tensor | None:
+        """Total gradient norm before clipping at the last step, a 0-dim tensor; None without ``max_grad_norm``."""
+        return self._sum.grad_norm
+
     def train_step(self, batch: Any, loss_fn: LossFn) -> StepResult:
         """Run one optimizer step on a batch.
 

@@ -139,6 +139,20 @@ class TestScaler:
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
         assert torch.equal(parameters_after(scaler=scaler, **settings), parameters_after(**settings))
 
+    def test_the_norm_before_clipping_is_known_in_both_forms(self):
+        model, batch = net(), rows()
+        mean_square(copy_of := copy.deepcopy(model), batch).backward()
+        norm = nn.utils.get_total_norm([each.grad for each in copy_of.parameters()])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        trainer = mk.MemoryEfficientTrainingWrapper(model, optimizer, accumulation_steps=2, max_grad_norm=1e-3)
+        for attempt in trainer.microbatches(batch):
+            with attempt as micro_batch:
+                trainer.backward(mean_square(model, micro_batch))
+        assert trainer.grad_norm is None
+        trainer.step()
+        torch.testing.assert_close(trainer.grad_norm, norm)
+        torch.testing.assert_close(trainer.train_step(batch, mean_square).grad_norm, norm)
+
     def test_an_overflow_skips_the_step_and_its_schedule(self):
         model = net()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

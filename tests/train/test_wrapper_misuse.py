@@ -34,6 +34,19 @@ class TestAnOptimizerOfAnotherModel:
         with pytest.raises(mk.errors.ConfigError, match="none of which is a parameter of the model"):
             mk.MemoryEfficientTrainingWrapper(model, optimizer)
 
+    def test_a_parameter_alone_is_trained_as_the_message_says(self):
+        """SAC's temperature has a step of its own, and the actor's wrapper trains on."""
+        actor, log_alpha = make()[0], nn.Parameter(torch.zeros(1))
+        way_out = r"torch\.nn\.ParameterList\(\[log_alpha\]\), Adam\(\[log_alpha\]\)\)"
+        with pytest.raises(mk.errors.ConfigError, match=way_out):
+            mk.MemoryEfficientTrainingWrapper(actor, ADAM([log_alpha]))
+        with pytest.raises(mk.errors.InputTypeError, match=r"got a Parameter; .*ParameterList\(\[tensor\]\)"):
+            mk.MemoryEfficientTrainingWrapper(log_alpha, ADAM([log_alpha]))
+        trainer = mk.MemoryEfficientTrainingWrapper(nn.ParameterList([log_alpha]), ADAM([log_alpha]))
+        assert trainer.train_step(torch.randn(6, 4), lambda _, x: (log_alpha.exp() * (1 - actor(x).detach())).mean())
+        assert log_alpha != 0
+        assert trainer_of(actor).train_step(torch.randn(6, 4), mean_square).stepped
+
     @pytest.mark.parametrize(
         "choose",
         [
