@@ -6,6 +6,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, NoReturn
 
 import torch
@@ -159,11 +160,12 @@ class SplitLoss(Uncopied):
         self._split_watch = SplitWatch(
             self._own, probe, call=_CALL, may_change=on_oom == "inexact", adds_up=reduction == "sum"
         )
-        self._scale: float | torch.Tensor = 1.0
+        self._scaling = _Scaling()
+        own, scaling = self._own, self._scaling
         computation = Computation(
-            parameters=lambda: _list_trained(self._own),
-            is_mixed=lambda: torch.is_autocast_enabled(self._device_type),
-            scale=lambda: self._scale,
+            parameters=functools.partial(_list_trained, own),  # with self, it would be a reference cycle
+            is_mixed=lambda: torch.is_autocast_enabled(device_of(own).type),
+            scale=lambda: scaling.factor,
             adds_up=reduction == "sum",
             with_hooks=False,  # they run once, on the batch's gradient
         )
@@ -179,7 +181,7 @@ class SplitLoss(Uncopied):
         self.outputs: tuple[Any, ...] = ()
         self.num_ooms = 0
         self.is_checking = False
-        self._is_scaled, self._checked_precisions = False, set[tuple[torch.dtype, bool]]()
+        self._checked_precisions = set[tuple[torch.dtype, bool]]()
         self._bystanders: Bystanders | None = None
 
     def __call__(self, batch: Any, loss_fn: LossFn, *, scale: float | torch.Tensor | None = None) -> torch.Tensor:
@@ -208,8 +210,9 @@ class SplitLoss(Uncopied):
                 itself. Or, in backward, ``create_graph=True``: the graphs of the parts are gone.
         """
         check_loss_fn(loss_fn, batch, call=f"{_CALL}(model)")
-        self._is_scaled, self._scale = scale is not None, 1.0 if scale is None else scale
-        if not isinstance(self._scale, torch.Tensor) and not self._scale > 0:
+        scaling = self._scaling
+        scaling.is_given, scaling.factor = scale is not None, 1.0 if scale is None else scale
+        if not isinstance(scaling.factor, torch.Tensor) and not scaling.factor > 0:
             raise Checker(f"{_CALL}(model)").refusal(
                 "scale", scale, "the loss scaler's factor, above 0", fix="pass scale=scaler.get_scale()."
             )
@@ -222,7 +225,7 @@ class SplitLoss(Uncopied):
         for replica in self._replicas:
             before_forward(replica)
         total = self._run(batch, loss_fn)
-        loss = insist(functools.partial(total.as_loss, self._scale), "handing a loss over")
+        loss = insist(functools.partial(total.as_loss, scaling.factor), "handing a loss over")
         for replica in self._replicas:
             loss = after_forward(replica, loss)
         return loss
@@ -234,10 +237,6 @@ class SplitLoss(Uncopied):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore `state_dict`."""
         self._driver.sizes.load_state_dict(state)
-
-    @property
-    def _device_type(self) -> str:
-        return device_of(self._own).type
 
     def _run(self, batch: Any, loss_fn: LossFn) -> _Total:
         total = _Total(_list_trained(self._own))
@@ -273,7 +272,7 @@ class SplitLoss(Uncopied):
         return total
 
     def _run_check(self, attempt: CheckAttempt, loss_fn: LossFn) -> None:
-        is_off = torch.autocast(self._device_type, enabled=False)
+        is_off = torch.autocast(device_of(self._own).type, enabled=False)
         self.is_checking = True
         with attempt as micro, is_off if attempt.in_full_precision else contextlib.nullcontext():
             attempt.backward(self._evaluate(micro, loss_fn)[0])
@@ -302,7 +301,7 @@ class SplitLoss(Uncopied):
             if self._bystanders is None:
                 self._bystanders = Bystanders(loss.value, total.parameters, _CALL, _MAKE_A_PARAMETER)
             precision = loss.value.dtype, torch.is_autocast_enabled(loss.value.device.type)
-            if not self._is_scaled and precision not in self._checked_precisions:  # once: it walks the whole graph
+            if not self._scaling.is_given and precision not in self._checked_precisions:  # once: it walks the graph
                 self._checked_precisions.add(precision)
                 _warn_of_float16(loss.value)
         if count is None and self._reduction == "mean" and self._split_fn is not None:
@@ -315,7 +314,7 @@ class SplitLoss(Uncopied):
         share = attempt.size / max(1, attempt.batch_size)
         if self._split_watch.is_on:
             attempt.terms = divisors(loss.value)
-        total.add(loss, share if self._reduction == "mean" else 1.0, count, self._scale)
+        total.add(loss, share if self._reduction == "mean" else 1.0, count, self._scaling.factor)
         attempt.is_added = True  # before anything else that may fail, which would add it once more
         attempt.loss = loss.detached(share if count is None else count)
         return loss.value.requires_grad
@@ -333,6 +332,14 @@ class SplitLoss(Uncopied):
         if loss.count is None:
             return loss, None
         return loss, float(read_count(loss.count, stay_on_device=False, call=f"count of {_CALL}"))
+
+
+@dataclass
+class _Scaling:
+    """The current batch's loss scale, shared with the split check."""
+
+    factor: float | torch.Tensor = 1.0
+    is_given: bool = False
 
 
 class _Total:

@@ -3,9 +3,11 @@
 import contextlib
 import copy
 import functools
+import gc
 import itertools
 import math
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -547,6 +549,25 @@ def test_zeroing_after_an_attack_by_backward_is_no_change():
     loss_fn(want, rows()).backward()
     mk.SplitLoss(model, num_microbatches=3)(rows(), loss_fn).backward()
     assert_same(gradients(model), gradients(want), 1e-14)
+
+
+def test_nothing_holds_a_split_loss_or_its_model():
+    def references():
+        blocks = [nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.ReLU()) for _ in range(2)]
+        model = nn.Sequential(*blocks, nn.Linear(6, 1)).double()  # its split is checked, and told
+        split = mk.SplitLoss(model, num_microbatches=2)
+        split(rows(), square_error).backward()
+        return [weakref.ref(each) for each in (model, split)]
+
+    with pytest.warns(mk.MemkitWarning):
+        references()  # torch keeps a process's first backward
+    gc.collect()
+    gc.disable()
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            assert [each() for each in references()] == [None] * 2
+    finally:
+        gc.enable()
 
 
 class BackwardInside(torch.autograd.Function):
