@@ -234,8 +234,8 @@ def map_file(values: Sequence[torch.Tensor], folder: str | Path | None = None) -
     Raises:
         MemkitOutOfMemoryError: The disk is full.
     """
-    if not values:
-        return []
+    if not any(value.numel() for value in values):
+        return list(values)  # a file of 0 bytes cannot be mapped
     with tempfile.TemporaryFile(dir=folder, prefix="memkit-state-") as file:
         starts = []
         try:
@@ -263,4 +263,6 @@ def map_file(values: Sequence[torch.Tensor], folder: str | Path | None = None) -
 
 def span(tensor: torch.Tensor) -> int:
     """Return how many elements of its storage a tensor spans."""
+    if not tensor.numel():
+        return 0
     return 1 + sum(int((size - 1) * stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

@@ -66,6 +66,18 @@ def test_the_state_takes_no_memory_of_the_process_and_comes_back():
     assert_same(bits(found), bits(values))
 
 
+@pytest.mark.parametrize("shapes", [[(0,)], [(3, 0)], [(3, 0), (5,)], [(5,), (0, 3)]])
+def test_the_state_of_empty_parameters_is_moved_too(shapes):
+    parameters = [nn.Parameter(torch.ones(shape)) for shape in shapes]
+    optimizer = torch.optim.Adam(parameters, lr=0.5)
+    with offload_state(optimizer):
+        for each in parameters:
+            each.grad = torch.ones_like(each)
+        optimizer.step()
+    assert [optimizer.state[each]["exp_avg"].shape for each in parameters] == [torch.Size(each) for each in shapes]
+    assert_same([each.detach() for each in parameters], [torch.full(shape, 0.5) for shape in shapes], 1e-6)
+
+
 def test_a_loaded_state_is_moved_out_again():
     parameters, optimizer, generator = make("adamw", foreach=False)
     with offload_state(optimizer):
