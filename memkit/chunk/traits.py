@@ -31,7 +31,7 @@ _MOST_ITEMS, _DEPTH = 32, 3  # of a list or dict that is looked into
 _MODE = "training"
 _NONE = object()
 
-_MOST_VALUES = 16  # of one attribute, such as the number of the step, that a loop sets
+_MOST_VALUES = 16  # of one attribute, such as the number of the step, that a loop sets; then it is left out
 
 _Names = weakref.WeakKeyDictionary[Any, set[str]]
 # Names of attributes and variables by their owner: those that calls change themselves, and those that had many values.
@@ -79,9 +79,9 @@ class Moving:
             last = _LAST.get(owner, words)
             _LAST[owner] = words
             for name in _differing(last, words) - _COUNTING.get(owner, set()):
-                values = _VALUES.setdefault(owner, {}).setdefault(name, set())
+                values = _VALUES.setdefault(owner, {}).setdefault(name, {last.get(name)})
                 values.add(words.get(name))
-                if len(values) > _MOST_VALUES:
+                if len(values) >= _MOST_VALUES:
                     _COUNTING.setdefault(owner, set()).add(name)
 
     def _now(self) -> list[tuple[Any, dict[str, Hashable]]]:
