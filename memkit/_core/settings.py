@@ -60,7 +60,8 @@ class Checker:
             found = math.nan
         if not (math.isfinite(found) and low <= found <= high and above < found < below):
             most = "to" if math.isfinite(low) else "and at most" if math.isfinite(above) else "of at most"
-            ends = (("from", low), ("above", above), (most, high), ("below", below))
+            least = "and below" if math.isfinite(max(low, above)) else "below"
+            ends = (("from", low), ("above", above), (most, high), (least, below))
             rule = " ".join(f"{word} {end:g}" for word, end in ends if math.isfinite(end))
             meant = _number_in(value) if isinstance(value, str) else found
             nearest = meant if low <= meant <= high and above < meant < below else high if meant > high else low
@@ -156,9 +157,9 @@ class Checker:
         has_items = is_series and getattr(value, "ndim", 1) > 0
         return self.items(name, tuple(value) if has_items else value, length)
 
-    def triple(self, name: str, value: Any, low: float = -math.inf) -> tuple[float, float, float]:
+    def triple(self, name: str, value: Any) -> tuple[float, float, float]:
         """Return three numbers."""
-        x, y, z = (self.number(name, each, low) for each in self.items(name, value, 3))
+        x, y, z = (self.number(name, each) for each in self.items(name, value, 3))
         return x, y, z
 
     def record(self, cls: type[T], value: Any) -> T:

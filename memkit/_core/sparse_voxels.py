@@ -68,7 +68,7 @@ class Sites:
         return self._numbers(margin).encode(self.coords, call=CALL)
 
     def _numbers(self, margin: Triple) -> LinearKeys:
-        return LinearKeys((0, 0, 0, 0), (self.batch_size, *self.shape), (0, *margin))
+        return LinearKeys((self.batch_size, *self.shape), (0, *margin))
 
     def pairs(self, kernel: Triple, dilation: Triple) -> list[Pairs]:
         """Return the pairs of sites connected by a kernel; computed once per kernel size and dilation.

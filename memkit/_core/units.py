@@ -155,13 +155,12 @@ def format_bytes(num_bytes: int, *, is_change: bool = False) -> str:
     return f"{sign}{magnitude} B"
 
 
-def format_gib(num_bytes: int, *, is_change: bool = False) -> str:
-    """Format bytes in GiB, whatever their size; a change that rounds to zero has no sign.
+def format_gib(num_bytes: int) -> str:
+    """Format bytes in GiB, whatever their size.
 
     Example:
         >>> from memkit._core.units import format_gib
-        >>> format_gib(2**29), format_gib(-(2**31), is_change=True), format_gib(-512, is_change=True)
-        ('0.50 GiB', '-2.00 GiB', '0.00 GiB')
+        >>> format_gib(2**29), format_gib(512)
+        ('0.50 GiB', '0.00 GiB')
     """
-    text = f"{num_bytes / GIB:+.2f}" if is_change else f"{num_bytes / GIB:.2f}"
-    return f"{text.lstrip('+-') if float(text) == 0 else text} GiB"
+    return f"{num_bytes / GIB:.2f} GiB"

@@ -1,4 +1,4 @@
-"""Integer keys for grid cells: row-major numbers and Morton codes, both exact and invertible.
+"""Integer keys for grid cells: row-major numbers and Morton codes, both exact.
 
 Row-major numbers (`LinearKeys`) turn a step to a neighbor into an addition. Morton codes interleave the bits of the
 coordinates: in Morton order, the cells of every coarser power-of-two grid are contiguous, and ``code >> num_axes`` is
@@ -22,10 +22,9 @@ _MOST_KEYS = 2**62  # so that a key plus a step stays within an int64
 
 @dataclass(frozen=True, slots=True)
 class LinearKeys:
-    """Row-major numbers of the cells of a box.
+    """Row-major numbers of the cells of a box from 0.
 
     Attributes:
-        origin: Lowest coordinates; may be negative.
         shape: Number of cells along each axis. A batch index may be the first axis.
         margin: Maximum step along each axis: numbers are left free between rows, so that a step out of the box
             never lands on the number of a cell inside. Empty means 0 for all axes.
@@ -34,7 +33,6 @@ class LinearKeys:
         InputError: The box has too many cells to number; the message names its extent.
     """
 
-    origin: tuple[int, ...]
     shape: tuple[int, ...]
     margin: tuple[int, ...] = ()
 
@@ -46,19 +44,6 @@ class LinearKeys:
                 expected="at most 2^62 cells, margins included",
                 fix="use a coarser grid, or drop points that lie far outside.",
             )
-
-    @classmethod
-    def cover(cls, coords: Tensor, *, margin: Sequence[int] = ()) -> LinearKeys:
-        """Return the keys of the smallest box that contains the coordinates.
-
-        Args:
-            coords: (N, A) int.
-            margin: See the class.
-        """
-        if not len(coords):
-            return cls((0,) * coords.shape[1], (1,) * coords.shape[1], tuple(margin))
-        low, high = (side.tolist() for side in torch.aminmax(coords, dim=0))
-        return cls(tuple(low), tuple(b - a + 1 for a, b in zip(low, high, strict=True)), tuple(margin))
 
     @property
     def _periods(self) -> list[int]:
@@ -80,19 +65,11 @@ class LinearKeys:
             InputError: A coordinate is outside the box.
         """
         _refuse_other_coords(coords, (len(self.shape),), call)
-        _refuse_outside(coords, self.origin, self.shape, call)
+        _refuse_outside(coords, self.shape, call)
         keys = torch.zeros(len(coords), dtype=torch.int64, device=coords.device)
         for axis, period in enumerate(self._periods):
-            keys.mul_(period).add_(coords[:, axis]).sub_(self.origin[axis])
+            keys.mul_(period).add_(coords[:, axis])
         return keys
-
-    def decode(self, keys: Tensor) -> Tensor:
-        """Return the coordinates of keys: (N,) int64 to (N, A) int64."""
-        coords = keys.new_empty(len(keys), len(self.shape))
-        for axis, period in reversed(list(enumerate(self._periods))):
-            torch.remainder(keys, period, out=coords[:, axis])
-            keys = torch.div(keys, period, rounding_mode="floor")
-        return coords.add_(torch.tensor(self.origin, device=keys.device))
 
     def step(self, offset: Sequence[int]) -> int:
         """Return the key difference for a step by ``offset``, which may be at most ``margin`` along each axis."""
@@ -118,7 +95,7 @@ def morton_encode(coords: Tensor, *, call: str = "morton_encode(coords)") -> Ten
     """
     _refuse_other_coords(coords, tuple(MORTON_BITS), call)
     num_axes = coords.shape[1]
-    _refuse_outside(coords, (0,) * num_axes, (2 ** MORTON_BITS[num_axes],) * num_axes, call)
+    _refuse_outside(coords, (2 ** MORTON_BITS[num_axes],) * num_axes, call)
     codes = torch.zeros(len(coords), dtype=torch.int64, device=coords.device)
     for axis in range(num_axes):
         spread = coords[:, axis].long()
@@ -156,15 +133,15 @@ def _refuse_other_coords(coords: Tensor, num_axes: tuple[int, ...], call: str) -
         )
 
 
-def _refuse_outside(coords: Tensor, origin: Sequence[int], shape: Sequence[int], call: str) -> None:
+def _refuse_outside(coords: Tensor, shape: Sequence[int], call: str) -> None:
     if not len(coords):
         return
     low, high = (side.tolist() for side in torch.aminmax(coords, dim=0))
-    for axis, (least, most, start, size) in enumerate(zip(low, high, origin, shape, strict=True)):
-        if least < start or most >= start + size:
+    for axis, (least, most, size) in enumerate(zip(low, high, shape, strict=True)):
+        if least < 0 or most >= size:
             raise InputError(
                 call,
                 got=f"coordinates from {least} to {most} along axis {axis}",
-                expected=f"an extent of {size} cells from {start}: {start} to {start + size - 1}",
+                expected=f"an extent of {size} cells from 0: 0 to {size - 1}",
                 fix="subtract the smallest coordinate, use a coarser grid, or drop points that lie outside.",
             )

@@ -227,7 +227,7 @@ def _samples(grid: object, call: str) -> Tensor:
 
 def _shared_rows(a: SparseVoxels, b: SparseVoxels) -> tuple[Tensor, Tensor]:
     """Return the rows of the voxels that both have, ordered by position."""
-    keys = LinearKeys((0, 0, 0, 0), (a.batch_size, *a.shape))
+    keys = LinearKeys((a.batch_size, *a.shape))
     ours, order_a = keys.encode(a.coords).sort()
     theirs, order_b = keys.encode(b.coords).sort()
     if not len(theirs):

@@ -709,13 +709,9 @@ class AllocatorSettings:
                 check.whole(name, getattr(self, name), segment_bytes)
         check.number("memory_fraction", self.memory_fraction, 0, 1)
         threshold = self.garbage_collection_threshold
-        if threshold is not None and not 0 < check.number("garbage_collection_threshold", threshold) < 1:
-            raise check.refusal(
-                "garbage_collection_threshold",
-                threshold,
-                "a number above 0 and below 1",
-                fix="pass garbage_collection_threshold=0.8.",
-            )
+        if threshold is not None:
+            fix = "pass garbage_collection_threshold=0.8."
+            check.number("garbage_collection_threshold", threshold, above=0, below=1, fix=fix)
         for each in check.items("roundup_power2_divisions", self.roundup_power2_divisions, _NUM_INTERVALS):
             if check.whole("roundup_power2_divisions", each) & (each - 1):
                 fix = "pass, for example, 8 where blocks should be rounded up, and 0 elsewhere."
