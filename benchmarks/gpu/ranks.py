@@ -8,7 +8,7 @@ import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,19 +20,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 import memkit as mk
 
-if TYPE_CHECKING:
-    from benchmarks.gpu.cases import Place
-
 KINDS = ("ddp", "fsdp2")
 NUM_STEPS, ROWS, WIDTH = 3, 64, 512
 
 
-def both(place: Place) -> dict[str, Any]:
-    """Losses of two ranks against those of one process, and whether a rank that runs out takes the other along."""
-    return train_both("cpu" if place.virtual else "cuda")
-
-
 def train_both(device: str, *, width: int = WIDTH, kinds: Sequence[str] = KINDS) -> dict[str, Any]:
+    """Losses of two ranks against those of one process, and whether a rank that runs out takes the other along."""
     with tempfile.TemporaryDirectory() as folder:
         expected = train(net(width).to(device), *data(width, device))
         figures: dict[str, Any] = {}
