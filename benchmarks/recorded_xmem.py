@@ -1,4 +1,4 @@
-"""Shared by the cases of xMem's recorded runs: a run on its virtual card, its score, and the other predictors'.
+"""Shared by the cases of xMem's recorded runs: a run on its virtual GPU, its score, and the other predictors'.
 
 xMem (Stone-ResearchLife/xMem, Middleware 25) trained models for four steps on three cards, with PyTorch 2.6 and cuDNN
 9.1 in float32. It recorded the most memory in use on the GPU, whether a run ran out, and runs under caps.

@@ -1,7 +1,7 @@
 """Which card trains a volume U-Net, and with what batch? Asked on a laptop, with the training code as it is.
 
 The head's MNI152 template (in nilearn's wheel) is the volume: the network learns which voxels are brain. `train` is
-plain PyTorch for `cuda`. It runs on virtual cards: the largest batch that each holds is found by trying, and where a
+plain PyTorch for `cuda`. It runs on virtual GPUs: the largest batch that each holds is found by trying, and where a
 batch is too large, PyTorch's own error names the line.
 
 Run: pip install -c constraints.txt -e ".[test]" && python examples/virtual_gpu.py [--smoke]

@@ -30,7 +30,7 @@ FEW = ["measured/gan", "predicted/gan"]
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory):
-    """A run of one training on the virtual card."""
+    """A run of one training on the virtual GPU."""
     work = tmp_path_factory.mktemp("work")
     assert command.Run(work, CARD).cases(FEW, is_again=False) == command.DONE
     return work
@@ -50,7 +50,7 @@ def test_an_unknown_case_is_refused(capsys):
 
 
 @pytest.mark.slow
-def test_a_virtual_card_is_predicted_to_the_byte(ran):
+def test_a_virtual_gpu_is_predicted_to_the_byte(ran):
     found = evidence.read(ran / "virtual.json")
     prediction = found.predictions()["gan"]
     assert prediction.peak_bytes == prediction.measured_peak_bytes
@@ -299,7 +299,7 @@ def test_every_training_fits_a_small_card():
 
 
 @pytest.mark.slow
-def test_the_whole_command_runs_on_the_virtual_card(tmp_path):
+def test_the_whole_command_runs_on_the_virtual_gpu(tmp_path):
     assert command.Run(tmp_path, CARD).cases(list(CASES), is_again=False) == command.DONE
     found = evidence.read(tmp_path / "virtual.json")
     assert found.cases.keys() == CASES.keys()

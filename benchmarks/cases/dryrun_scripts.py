@@ -195,7 +195,7 @@ def dry(script: Script, file: Path) -> dict[str, Any]:
 
 
 def watched(script: Script, file: Path, where: str) -> dict[str, int] | None:
-    """Highest bytes of each category, of the script with data on the CPU or on the virtual card."""
+    """Highest bytes of each category, of the script with data on the CPU or on the virtual GPU."""
     own = f"{script.arguments} {script.on_cpu if where == 'cpu' else script.on_card}".split()
     done = command(script, [str(Path(__file__)), f"--{where}", file.name, *own], file.parent)
     try:

@@ -1,4 +1,4 @@
-"""The virtual card against 79 published measurements of single operators on A100, H100 and B200.
+"""The virtual GPU against 79 published measurements of single operators on A100, H100 and B200.
 
 The measured rows are in tests/data/liger_rows.json, the operators in tests/simulation/liger_rows.py.
 

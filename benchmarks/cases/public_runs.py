@@ -1,7 +1,7 @@
-"""The virtual card against recorded runs of real GPUs: peaks, reserve, and the allocations one by one.
+"""The virtual GPU against recorded runs of real GPUs: peaks, reserve, and the allocations one by one.
 
 The runs and what the GPUs held are in tests/simulation/public_runs.py. Each run is played whole: five steps, then
-the recorded one. Bytes are those of the virtual card; the GPU's stand beside them.
+the recorded one. Bytes are those of the virtual GPU; the GPU's stand beside them.
 
 Run: python -m benchmarks.cases.public_runs   (4 minutes)
 """

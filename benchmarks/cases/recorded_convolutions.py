@@ -1,4 +1,4 @@
-"""Virtual cards against recorded GPU runs of convolutional nets: what they reserved, and the least they ran in.
+"""Virtual GPUs against recorded GPU runs of convolutional nets: what they reserved, and the least they ran in.
 
 The rows are public: `benchmarks.recorded_xmem` says how they came about. They are read from `recorded_gpu_runs.json`
 in a folder outside of this repository: a list "rows" of records with the keys used there.

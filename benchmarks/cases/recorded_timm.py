@@ -1,4 +1,4 @@
-"""Virtual cards against recorded GPU runs of timm's models: growth with the batch, and the largest batch that ran.
+"""Virtual GPUs against recorded GPU runs of timm's models: growth with the batch, and the largest batch that ran.
 
 Two public records:
 

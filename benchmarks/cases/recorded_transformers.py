@@ -1,4 +1,4 @@
-"""Virtual cards against recorded GPU runs of language models: what they reserved, and the least they ran in.
+"""Virtual GPUs against recorded GPU runs of language models: what they reserved, and the least they ran in.
 
 The rows are public: `benchmarks.recorded_xmem` says how they came about. They are read from `recorded_gpu_runs.json`
 in a folder outside of this repository. The models are built from their published configurations, without their weights.

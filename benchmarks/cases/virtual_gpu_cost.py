@@ -1,4 +1,4 @@
-"""Cost of an estimate on a virtual card, for each operator of its two steps, on models of the tests.
+"""Cost of an estimate on a virtual GPU, for each operator of its two steps, on models of the tests.
 
 Processor time of one thread, the least of nine calls after the first; the operators are those that the steps dispatch.
 

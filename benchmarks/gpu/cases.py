@@ -1,6 +1,6 @@
 """The cases of `python -m benchmarks gpu`, each run in a process of its own.
 
-A case asks `torch.cuda` for all that it shows, so that it runs on a virtual card as well; figures that need data are
+A case asks `torch.cuda` for all that it shows, so that it runs on a virtual GPU as well; figures that need data are
 left out there. Its figures are plain numbers and words, and no path, so that they can be sent to others.
 """
 
@@ -51,7 +51,7 @@ class Place:
 
     Attributes:
         work: Folder of files that cases leave for each other.
-        virtual: Name of the virtual card; None on a GPU.
+        virtual: Name of the virtual GPU; None on a GPU.
     """
 
     work: Path
@@ -75,7 +75,7 @@ class Case:
         limit_s: Seconds after which its process is killed.
         num_gpus: Without so many it is skipped.
         hides_gpu: Whether its process does not see the GPU: it simulates one.
-        needs_data: Whether it shows nothing on a virtual card, and is skipped there.
+        needs_data: Whether it shows nothing on a virtual GPU, and is skipped there.
     """
 
     run: Callable[[Place], dict[str, Any]]
@@ -106,7 +106,7 @@ def card(place: Place) -> dict[str, Any]:
 
 
 def tests(place: Place) -> dict[str, Any]:
-    """`pytest -m gpu`; on a virtual card they are only collected."""
+    """`pytest -m gpu`; on a virtual GPU they are only collected."""
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", "--no-header", "-rfE"]
     command += ["-p", "no:benchmark"]  # pytest-benchmark, where it is installed, warns
     command += ["--confcutdir=tests", "tests"]  # the root's conftest is for the docs' code, and needs more packages
@@ -154,7 +154,7 @@ def measured(place: Place, name: str) -> dict[str, Any]:
 
 
 def predicted(place: Place, name: str) -> dict[str, Any]:
-    """The same steps on a virtual card of the same kind, and where the two differ."""
+    """The same steps on a virtual GPU of the same kind, and where the two differ."""
     stem = place.stem(f"measured/{name}")
     real = json.loads(place.stem(f"measured/{name}").with_suffix(".json").read_text())["figures"]
     (row,) = json.loads(place.card_file.read_text())["gpus"]
@@ -548,7 +548,7 @@ def milliseconds_of(ways: Mapping[str, Callable[[], object]], rounds: int = 7, n
 def each_milliseconds_of(
     ways: Mapping[str, Callable[[], object]], rounds: int, num_calls: int = 4
 ) -> dict[str, list[float]]:
-    """Time of one call in each round, in turns, each waiting for the GPU; a virtual card's times say nothing."""
+    """Time of one call in each round, in turns, each waiting for the GPU; a virtual GPU's times say nothing."""
 
     def measure(way: Callable[[], object]) -> float:
         torch.cuda.synchronize()

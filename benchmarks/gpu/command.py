@@ -75,7 +75,7 @@ def show(paths: list[Path], *, is_taken: bool) -> int:
     print(page.of(found))
     if is_taken:
         if found[0].card.is_virtual:
-            print("A virtual card's file proves nothing; it was not taken.", file=sys.stderr)
+            print("A virtual GPU's file proves nothing; it was not taken.", file=sys.stderr)
             return REFUSED
         evidence.FOLDER.mkdir(parents=True, exist_ok=True)
         found[0].write(evidence.FOLDER / name_of(found[0]))

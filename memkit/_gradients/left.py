@@ -12,10 +12,10 @@ from memkit._torch.tensors import version_of
 
 
 class LeftResults:
-    """Tells which results calls have left in modules since this object was made.
+    """Finds the results that calls have left in modules' attributes since this object was made.
 
-    A result may be in a list, a tuple or a dict. A weight that a hook computes anew before each forward
-    (``weight_norm``) is none.
+    A result may be in a list, a tuple or a dict. A weight that a hook recomputes before each forward (``weight_norm``)
+    does not count.
 
     Args:
         owners: Modules with their paths.

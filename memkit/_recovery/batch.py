@@ -495,7 +495,7 @@ class BatchRun:
     # ------------------------------------------------------------------ for the strategies
 
     def take_rollback(self, **how: bool) -> Rollback:
-        """Save everything that a forward may change; how, is said by `Rollback`."""
+        """Save everything that a forward may change; `Rollback` describes how."""
         return insist(functools.partial(self.means.snapshot, **how), "copying the buffers that a forward changes")
 
     def cut_whole(self, num_parts: int) -> None:

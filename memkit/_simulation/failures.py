@@ -93,7 +93,7 @@ def _note(call: str, error: Exception, model: object, guesses: Sequence[str]) ->
 
 
 def _is_between_devices(error: Exception) -> bool:
-    """Whether an operator got tensors of the host and of a simulated card, which no step on the host alone can do."""
+    """Whether an operator got tensors of the host and of a simulated GPU, which no step on the host alone can do."""
     text = str(error)
     return isinstance(error, RuntimeError) and all(word in text for word in ("device", "cpu", "cuda"))
 

@@ -80,9 +80,9 @@ _LOOKING = frozenset(
 _WITHOUT_FAKES = ((), (Tensor,))  # types at operators on tensors with data; 2.8 detaches twice, and names one then
 _FEWEST_MADE = 100_000  # number of remembered tensors above which dead ones are dropped
 _CPU = torch.device("cpu")
-ON_HOST = "data_on_host"  # attribute of parameters that were moved to a simulated card: their previous tensor
-DATA_OF: Any = TensorBase.data  # torch's own, which a simulated card patches
-_COUNTED = ("cpu", "lazy")  # devices of tensors whose values are known without data: lazy is the simulated card
+ON_HOST = "data_on_host"  # attribute of parameters that were moved to a simulated GPU: their previous tensor
+DATA_OF: Any = TensorBase.data  # torch's own, which a simulated GPU patches
+_COUNTED = ("cpu", "lazy")  # devices of tensors whose values are known without data: lazy is the simulated GPU
 _POSITION = 8  # bytes of an index
 _BLOCK = 512  # bytes: the sizes of an accelerator's allocator are multiples of it
 # Integer tensors of up to this many elements keep their values, so that reads from them (lengths, whether there is

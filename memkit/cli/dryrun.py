@@ -1,4 +1,4 @@
-"""`memkit dryrun`: run an unchanged training script on a simulated GPU."""
+"""`memkit dryrun`: run an unchanged training script on a virtual GPU."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     """Add the command to the parser."""
     parser = commands.add_parser(
         "dryrun",
-        help="run a training script, unchanged, on a simulated GPU",
+        help="run a training script, unchanged, on a virtual GPU",
         usage="memkit dryrun [-m] SCRIPT [ARGUMENT ...] --gpu NAME [--steps N]\n"
         "                     [--nproc-per-node N] [--selected-fraction F]\n"
         "                     [--calibrated FILE] [--json]",
@@ -204,7 +204,7 @@ class _Script:
         """Run it once; return what `memkit.predict.script.process` reports.
 
         Args:
-            answers: How the simulated GPU answers questions about unknown values.
+            answers: How the virtual GPU answers questions about unknown values.
             sizes: File to which the allocation sizes are written, or with whose contents they are compared.
             is_quiet: Whether to discard the script's output.
             timeout: Seconds after which the script is stopped.

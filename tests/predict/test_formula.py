@@ -1,4 +1,4 @@
-"""The formula against the real thing: the reference family's parameters, and its step on a virtual card."""
+"""The formula against the real thing: the reference family's parameters, and its step on a virtual GPU."""
 
 import importlib.util
 from dataclasses import replace
@@ -114,7 +114,7 @@ def test_against_a_card(family, config):
 
 @pytest.mark.parametrize("config", CONFIGS_ON_HOPPER)
 def test_hopper_takes_more_and_the_reserve_covers_it(family, config):
-    """The documented margin: cuDNN's convolutions add up to 14%, which the virtual card counts as part of the peak."""
+    """The documented margin: cuDNN's convolutions add up to 14%, which the virtual GPU counts as part of the peak."""
     card, estimate = run_on("H100 80GB", family, config), estimate_by_formula(config)
     assert 0.99 * estimate.peak_bytes <= card.peak_bytes <= 1.14 * estimate.peak_bytes
     assert estimate.reserved_bytes >= card.reserved_bytes

@@ -1,4 +1,4 @@
-"""One rank on a virtual card: against the same rank on the CPU's stand-ins, and what its allocator must follow."""
+"""One rank on a virtual GPU: against the same rank on the CPU's stand-ins, and what its allocator must follow."""
 
 import pytest
 import torch

@@ -254,7 +254,7 @@ def convolutions() -> nn.Module:
 
 
 def three_steps(plan):
-    """Train on a virtual card as the plan says, or without one; the out-of-memory errors, and what was reserved."""
+    """Train on a virtual GPU as the plan says, or without one; the out-of-memory errors, and what was reserved."""
     model, x = convolutions().cuda(), torch.zeros(8, 3, 96, 96, device="cuda")
     settings = {} if plan is None else plan.wrapper_settings()
     trainer = MemoryEfficientTrainingWrapper(model, torch.optim.SGD(model.parameters(), lr=0.1), **settings)

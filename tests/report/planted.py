@@ -272,7 +272,7 @@ def clean_pair(memory, device):
 
 
 def run(train, path, *, device="cpu", track=True, **settings):
-    """Run a training with a log; on "cuda" it is a virtual card."""
+    """Run a training with a log; on "cuda" it is a virtual GPU."""
     with mk.MemoryManager(device, log=path) as memory:
         if track:
             with memory.track():

@@ -1,4 +1,4 @@
-"""Operators of the Liger-Kernel project's benchmark in plain PyTorch, and its harness, on a virtual card.
+"""Operators of the Liger-Kernel project's benchmark in plain PyTorch, and its harness, on a virtual GPU.
 
 Written anew after github.com/linkedin/Liger-Kernel, benchmark/scripts; the measured rows are in tests/data.
 """

@@ -1,6 +1,6 @@
 """Public runs whose memory was recorded on real GPUs, as replicas that make the same allocations in the same order.
 
-Each replica was written anew after the source that the run's owner published, and runs on a virtual card:
+Each replica was written anew after the source that the run's owner published, and runs on a virtual GPU:
 github.com/Wedsonlin/assignment2-systems at 87b0864, cs336_systems/nsys_profile.py (the language model), and
 github.com/silmont2000/assignment2-systems at 75d09aa, cs336_systems/debug_memory.py (attention). The recordings are in
 the same repositories; replayed block by block on the allocator model, they give the figures of `RUNS`.
@@ -305,7 +305,7 @@ class CourseRun(Run):
 
 
 class Played:
-    """What a virtual card did in the recorded step.
+    """What a virtual GPU did in the recorded step.
 
     Attributes:
         peak_bytes: ``max_memory_allocated``.

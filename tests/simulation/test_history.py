@@ -1,4 +1,4 @@
-"""A virtual card's history as a snapshot: the form of real ones, torch's own viewer, and the card's own figures."""
+"""A virtual GPU's history as a snapshot: the form of real ones, torch's own viewer, and the card's own figures."""
 
 import pickle
 

@@ -1,4 +1,4 @@
-"""Recorded runs of real GPUs on the virtual card: the same allocations in the same order, the same peaks.
+"""Recorded runs of real GPUs on the virtual GPU: the same allocations in the same order, the same peaks.
 
 `python -m benchmarks.cases.public_runs` writes all figures.
 """

@@ -385,7 +385,7 @@ def _way_out(error: BaseException | None, *, after_guess: bool) -> str:
             "error itself, as `if not ok: raise ValueError(...)`, which is assumed to pass: see docs/virtual-gpu.md."
         )
     return (
-        "see the script's traceback above; if it does not fail on a real GPU, it uses something that the virtual card "
+        "see the script's traceback above; if it does not fail on a real GPU, it uses something that the virtual GPU "
         "lacks, such as kernels of its own: see docs/virtual-gpu.md."
     )
 
