@@ -89,13 +89,15 @@ class Position:
             self._start = {"random": random_state.capture().state_dict(), "samplers": self.samplers.state_dict()}
             return self._iterate()
         now = random_state.capture()
-        random_state.restore(random_state.RandomState.from_state_dict(self._start["random"]))
-        self.samplers.load_state_dict(self._start["samplers"])
-        batches = self._iterate()
-        if self._order is None:
-            for _ in itertools.islice(batches, self.num_batches):
-                pass
-        random_state.restore(now)
+        try:
+            random_state.restore(random_state.RandomState.from_state_dict(self._start["random"]))
+            self.samplers.load_state_dict(self._start["samplers"])
+            batches = self._iterate()
+            if self._order is None:
+                for _ in itertools.islice(batches, self.num_batches):
+                    pass
+        finally:  # reading a skipped batch may fail or be interrupted: the next run goes on from here
+            random_state.restore(now)
         return batches
 
     def _iterate(self) -> Iterator[Any]:

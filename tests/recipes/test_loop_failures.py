@@ -2,12 +2,13 @@
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 import memkit as mk
 from memkit.recipes.state.manager import TrainingStateManager
 from memkit.recipes.validation import ValidationMonitor
 from tests.helpers import assert_refused, one_in_product
-from tests.recipes.loop_parts import loader_of, make, weights
+from tests.recipes.loop_parts import digits, loader_of, make, weights
 
 
 def test_an_iterator_is_not_taken_for_many_epochs(tmp_path):
@@ -63,3 +64,25 @@ def test_failing_validation_loses_no_state(every, error, tmp_path):
         whole.run(num_epochs=2)
     assert again.num_steps == whole.num_steps == 8
     assert torch.equal(weights(model), weights(expected))
+
+
+def test_a_run_that_is_stopped_while_it_skips_done_batches_leaves_the_random_state():
+    class Unreliable(torch.utils.data.TensorDataset):
+        left = 0
+
+        def __getitem__(self, index):
+            self.left -= 1
+            if self.left == 0:
+                raise OSError("the network drive is gone")
+            return super().__getitem__(index)
+
+    def train(stops):
+        loop, model = make(DataLoader(data := Unreliable(*digits(64)), batch_size=8, shuffle=True))
+        for stop in stops:
+            data.left = stop
+            assert_refused(lambda: loop.run(), OSError, "network drive")
+        data.left = 0
+        loop.run()
+        return weights(model)
+
+    assert torch.equal(train([36, 12]), train([]))  # in the fifth batch; then in the second of the four done ones
