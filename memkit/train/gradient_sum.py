@@ -63,9 +63,9 @@ from memkit.train.guard import StepGuard
 from memkit.train.owners import check_steps_later, constructor_call, list_optimizers
 from memkit.train.ranks import Ranks, Replicas, Shards, clip_gradients, find_ranks, widen_for_step
 
-_VERSION = 1
+_VERSION = 2
 _MOST = 2.0**1023  # the largest power of two; if the weights' sum is more, `end` refuses it
-_STATE = ("predivisor", "count", "num_microbatches", "num_steps", "gradients")
+_STATE = ("predivisor", "count", "num_microbatches", "num_steps", "factor", "gradients")
 Weight = float | torch.Tensor
 Actions = Sequence[Callable[[], object]]
 
@@ -304,15 +304,14 @@ class GradientSum:
             self.ranks.give_up(self._parameters, is_out=is_out)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as plain types plus the gradients so far: save it before the next step."""
-        if self._factor is not None:
-            self._unsettle(self._factor)
+        """Return the state as plain types plus the gradients so far, as they are: save it before the next step."""
         return {
             "version": _VERSION,
             "predivisor": self.predivisor,
             "count": float(self._count),
             "num_microbatches": self.num_microbatches,
             "num_steps": self.num_steps,
+            "factor": self._factor,
             "gradients": [p.grad for p in self._parameters] if self._has_gradients else None,
         }
 
@@ -329,6 +328,7 @@ class GradientSum:
         self._count = state["count"]
         self.num_microbatches = state["num_microbatches"]
         self.num_steps = state["num_steps"]
+        self._factor = state["factor"]
         self._has_gradients = state["gradients"] is not None
         for parameter, gradient in zip(self._parameters, state["gradients"] or (), strict=self._has_gradients):
             dtype = None if self._sum_dtype else gradient_dtype(parameter)  # None keeps the state's
@@ -480,12 +480,13 @@ class GradientSum:
             self._on_step()
         if self.shards and not any(present):
             refuse_missing_gradients(self._caller)
-        # Turn the sum into the mean, or into the sum of the micro-batches' losses, unless `settle` has done so.
+        # Turn the sum into the mean, or into the sum of the micro-batches' losses, unless `settle` has done so. Only
+        # the factor of a loaded state may be another one: of a single process, or of the other objective.
         factor = (self.predivisor or 1.0) / (total if self._objective == "mean" else 1.0)
         if self.shards is not None:
             factor *= self.shards.num_ranks  # each backward averages over the ranks
-        if factor != 1.0 and self._factor is None:
-            self._multiply(factor)
+        if factor != (normalized := self._factor or 1.0):
+            self._multiply(factor / normalized)
         if isinstance(self.ranks, Replicas):
             self.ranks.sum_gradients(self._parameters, present)
             self.ranks.broadcast_buffers()

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import memkit as mk
 from memkit._torch.optimizers import has_step_hooks
+from memkit.recipes.state.objects import without_pending
 from memkit.train import gradient_sum
 from tests.helpers import assert_refused, assert_same, flat_gradient, gradients, one_in_product, relative_error
 from tests.toys import mean_square, out_of_memory
@@ -799,6 +800,8 @@ class TestState:
         with pytest.raises(mk.errors.FileFormatError, match="2 gradients; expected the gradients of 4"):
             other.load_state_dict(state)
         assert_refused(lambda: accumulator.load_state_dict({"version": 7}), mk.errors.FileFormatError, "version 7")
+        del state["factor"]
+        assert_refused(lambda: accumulator.load_state_dict(state), mk.errors.FileFormatError, "without factor")
 
 
 class TestMisuse:
@@ -1084,9 +1087,11 @@ def test_code_before_the_step_sees_the_groups_mean(num_more):
     found = [each.grad for each in model.parameters() if each.grad is not None]
     if not num_more:
         assert max(relative_error(a, b) for a, b in zip(found, right, strict=True)) <= 1e-14
-    state = copy.deepcopy(accumulator.state_dict())  # holds the sum
+    before = gradients(model)
+    state = copy.deepcopy(accumulator.state_dict())
     accumulator.discard()
     accumulator.load_state_dict(state)
+    assert_same(gradients(model), before)
     seen = []
     optimizer.register_step_pre_hook(
         lambda *_: seen.extend(each.grad.clone() for each in model.parameters() if each.grad is not None)
@@ -1095,14 +1100,53 @@ def test_code_before_the_step_sees_the_groups_mean(num_more):
     assert max(relative_error(a, b) for a, b in zip(seen, right, strict=True)) <= 1e-14
 
 
-def test_a_state_taken_between_a_group_and_one_more_micro_batch_is_no_change():
-    model, x, y, _ = make_problem()
-    accumulator = mk.GradientAccumulator(torch.optim.SGD(model.parameters(), lr=0.0))
-    for start, stop in ((0, 7), (7, 15)):
-        mean = F.cross_entropy(model(x[start:stop]).flatten(0, 1), y[start:stop].flatten())
-        accumulator.backward(mean, count=(y[start:stop] != -100).sum())
-        accumulator.state_dict()  # turns the normalized gradients back into the sum
+@pytest.mark.parametrize("num_announced", [3, 2])  # with 2, one more micro-batch follows the normalized group
+@pytest.mark.parametrize("goes_on", ["same", "loaded"])
+def test_taking_a_state_changes_no_gradient(num_announced, goes_on):
+    def train(takes_state):
+        torch.manual_seed(0)
+        model = nn.Linear(64, 64)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        accumulator = mk.GradientAccumulator(optimizer, accumulation_steps=num_announced)
+        for part in torch.randn(11, 64).split([5, 3, 3]):
+            accumulator.backward(model(part).square().mean(), count=len(part))
+            if takes_state:
+                state = copy.deepcopy(accumulator.state_dict())
+                if goes_on == "loaded":
+                    accumulator = mk.GradientAccumulator(optimizer, accumulation_steps=num_announced)
+                    accumulator.load_state_dict(state)
+        assert accumulator.step()
+        return model.weight
+
+    assert torch.equal(train(takes_state=True), train(takes_state=False))
+
+
+def test_a_whole_group_goes_on_with_the_other_objective():
+    """Its gradients, in the state, are those of the mean."""
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    accumulator = mk.GradientAccumulator(optimizer, accumulation_steps=2)
+    for count in (2, 4):
+        accumulator.backward(model(torch.ones(1, 2)).sum(), count=count)
+    state = copy.deepcopy(accumulator.state_dict())
+    before = model.bias.item()
+    other = mk.GradientAccumulator(optimizer, accumulation_steps=2, objective="sum")
+    other.load_state_dict(state)
+    assert other.step()
+    assert before - model.bias.item() == pytest.approx(6.0)
+
+
+def test_a_state_without_its_pending_group_starts_a_new_sum():
+    model = nn.Linear(2, 1)
+    accumulator = mk.GradientAccumulator(torch.optim.SGD(model.parameters(), lr=1.0), accumulation_steps=2)
+    for count in (2, 4):
+        accumulator.backward(model(torch.ones(1, 2)).sum(), count=count)
+    accumulator.load_state_dict(without_pending(accumulator.state_dict()))
+    before = model.bias.item()
+    for count in (2, 6):
+        accumulator.backward(model(torch.ones(1, 2)).sum(), count=count)
     assert accumulator.step()
+    assert before - model.bias.item() == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize(

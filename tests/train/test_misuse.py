@@ -473,7 +473,7 @@ ACCUMULATED = [
         InputError,
         "or build the accumulator with objective='sum'.",
     ),
-    (lambda: accumulator().load_state_dict({"version": 1}), FileFormatError, "(accumulator.state_dict(), path)."),
+    (lambda: accumulator().load_state_dict({"version": 2}), FileFormatError, "(accumulator.state_dict(), path)."),
     (lambda: accumulator().load_state_dict(net().state_dict()), FileFormatError, "of accumulator.state_dict()."),
 ]
 

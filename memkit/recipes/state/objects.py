@@ -30,7 +30,7 @@ from memkit.train.gradients import set_gradient
 from memkit.train.models import unwrap_model
 
 _GRADIENTS = "memkit gradients"
-_NO_SUM: Final = {"count": 0.0, "num_microbatches": 0, "gradients": None}  # in an accumulator's state
+_NO_SUM: Final = {"count": 0.0, "num_microbatches": 0, "factor": None, "gradients": None}  # in an accumulator's state
 # Entries that PyTorch's optimizers add themselves to a group from an older version.
 _FILLED: Final = frozenset(
     {"amsgrad", "capturable", "decoupled_weight_decay", "differentiable", "foreach", "fused", "maximize", "nesterov"}
