@@ -86,15 +86,16 @@ class Replay:
     def _repetition(self) -> Iterator[None]:
         attributes = self._before.attributes
         attributes_now = None if attributes is None else AttributeStates(self._watch)
-        if attributes is not None:
-            attributes.restore()  # before buffers are swapped: the dict that holds them is an attribute, too
         parameters_now = [(each, cloned(each)) for each in self._changed]
+        entries = self._before.buffers.entries.items()
+        copies = [(owner, name, cloned(entry.copy)) for (owner, name), entry in entries if entry.copy is not None]
         buffers_now = []
-        for (owner, name), entry in self._before.buffers.entries.items():
-            if entry.copy is not None:
-                buffers_now.append((owner, name, getattr(owner, name)))
-                setattr(owner, name, cloned(entry.copy))
         try:
+            if attributes is not None:
+                attributes.restore()  # before buffers are swapped: the dict that holds them is an attribute, too
+            for owner, name, copy in copies:
+                buffers_now.append((owner, name, getattr(owner, name)))
+                setattr(owner, name, copy)
             with self._before.random.again(), as_written(), early_stop_through_handlers():
                 yield
         finally:

@@ -400,8 +400,8 @@ class RandomNumbers:
     def again(self) -> Iterator[None]:
         """Replay the draws from the saved state in the block, then restore the state from before the block."""
         now = RandomNumbers((each for each, _ in self._states), of_torch=self._of_torch, host=self._host)
-        self.restore()
         try:
+            self.restore()
             yield
         finally:
             now.restore()

@@ -1121,3 +1121,23 @@ def test_attributes_of_other_networks_in_the_loss_are_as_they_were():
         assert trainer.train_step(torch.randn(8, 3), loss_fn).sizes == (4, 4)
     assert num_calls == [0, 0, 1]
     assert are_first == [True, True, False]
+
+
+def test_draws_that_cannot_be_replayed_leave_the_random_state():
+    class Full(random.Random):
+        has_room = True
+
+        def setstate(self, state):
+            if not self.has_room:
+                self.has_room = True
+                raise MemoryError
+            super().setstate(state)
+
+    own = Full(0)
+    numbers = snapshot.RandomNumbers([own], of_torch=False)
+    random.random(), own.random()
+    now = random.getstate(), own.getstate()
+    own.has_room = False
+    with pytest.raises(MemoryError), numbers.again():
+        pass
+    assert (random.getstate(), own.getstate()) == now

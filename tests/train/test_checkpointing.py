@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import memkit as mk
@@ -16,7 +17,7 @@ from memkit._core.errors import StateError
 from memkit.train.blocks import choose_blocks
 from memkit.train.checkpointing import Checkpointing
 from tests.helpers import assert_refused, assert_same, gradients
-from tests.toys import mean_square, mlp, trainer_of
+from tests.toys import mean_square, mlp, out_of_memory, trainer_of
 
 
 class Block(nn.Module):
@@ -395,6 +396,41 @@ def test_buffers_change_once_with_changing_attributes(make, treatment):
         return [*model.parameters(), *model.buffers()]
 
     assert_same(trained(is_treated=True), trained(is_treated=False))
+
+
+class FullAt(TorchDispatchMode):
+    """Memory runs out at the nth copy of a tensor."""
+
+    def __init__(self, left):
+        super().__init__()
+        self.left = left
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.clone.default:
+            self.left -= 1
+            if not self.left:
+                out_of_memory()
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_repeated_forward_that_finds_no_memory_leaves_buffers_and_attributes():
+    """Others hold the buffers as well: averages of the model, DDP."""
+    model = nn.Sequential(nn.Sequential(Counting(), nn.Linear(6, 6)), nn.Linear(6, 1))
+    block = model[0][0]
+    buffers = dict(model.named_buffers())
+    with mk.Checkpointing(model, ["0"]):
+        for num_copies in range(1, 20):
+            loss = model(torch.randn(4, 6) + 5).sum()
+            after = {name: buffer.clone() for name, buffer in buffers.items()}
+            full = FullAt(num_copies)
+            with contextlib.suppress(torch.OutOfMemoryError), full:
+                loss.backward()
+            assert all(now is buffers[name] for name, now in model.named_buffers())
+            assert_same(dict(buffers), after)
+            assert block.num_calls == num_copies
+            if full.left > 0:
+                break
+    assert 5 < num_copies < 19  # at least one for each buffer
 
 
 @pytest.mark.parametrize("is_frozen", [False, True])
