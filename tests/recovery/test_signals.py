@@ -2,12 +2,15 @@
 
 import os
 import signal
+import sys
 import threading
 
 import pytest
 
+from memkit._recovery import signals
 from memkit._recovery.signals import are_plain, deferred_signals
 from memkit.recipes.stopping import StopSignal
+from tests.forked import run_python_forked
 
 
 @pytest.fixture(autouse=True)
@@ -38,6 +41,49 @@ def test_each_handler_is_called_once_for_each_signal():
         signal.raise_signal(signal.SIGTERM)
         assert seen == []
     assert seen == [signal.SIGTERM] * 2
+
+
+@pytest.mark.parametrize("order", [(signal.SIGINT, signal.SIGTERM), (signal.SIGTERM, signal.SIGINT)])
+def test_a_handler_that_raises_loses_no_other_signal(order):
+    seen = []
+    signal.signal(signal.SIGTERM, lambda number, _: seen.append(number))
+    with pytest.raises(KeyboardInterrupt), deferred_signals():
+        for number in order:
+            signal.raise_signal(number)
+    assert seen == [signal.SIGTERM]
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))
+    with pytest.raises(SystemExit) as caught, deferred_signals():
+        for number in order:
+            signal.raise_signal(number)
+    assert isinstance(caught.value.__context__, KeyboardInterrupt)
+
+
+def test_a_handler_that_was_set_before_python_began_stays(monkeypatch):
+    """Then Python has none to set again."""
+    get = signals._get
+    monkeypatch.setattr(signals, "_get", lambda number: None if number == signal.SIGINT else get(number))
+    with deferred_signals():
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        assert signal.getsignal(signal.SIGTERM) != signal.SIG_DFL
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+@pytest.mark.skipif(os.name != "posix", reason="faulthandler.register is for POSIX")
+def test_the_handler_of_faulthandler_stays():
+    """It is set in C, and Python does not know of it; it waits as well."""
+    code = """
+        import faulthandler, os, signal, sys
+        from memkit._recovery.signals import deferred_signals
+
+        faulthandler.register(signal.SIGTERM)
+        with deferred_signals():
+            os.kill(os.getpid(), signal.SIGTERM)
+            print("block", file=sys.stderr)
+        os.kill(os.getpid(), signal.SIGTERM)
+        """
+    told = run_python_forked(code).stderr
+    assert told.startswith("block")
+    assert told.count("most recent call first") == 2
 
 
 def test_an_error_in_the_block_passes_and_handlers_are_back():
