@@ -64,8 +64,8 @@ def has_lazy_parameters(model: nn.Module) -> bool:
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Put a model into evaluation mode, without gradients, for the block; then restore every module's mode."""
     modes = training_modes(model)
-    model.eval()
     try:
+        model.eval()  # a module's own `train` may fail or be interrupted: LoRA's merges weights
         with without_gradients():
             yield
     except RuntimeError as error:

@@ -10,7 +10,7 @@ import memkit as mk
 from memkit._recovery.snapshot import HeldState
 from memkit.train import evaluation
 from tests.helpers import assert_refused, assert_same
-from tests.toys import SmallRoom, mean_square, trainer_of
+from tests.toys import SmallRoom, mean_square, out_of_memory, trainer_of
 
 
 @pytest.fixture
@@ -51,6 +51,19 @@ def test_remembers_fitting_size_separately_from_training(rows):
     model.room = 200
     trainer.train_step(rows, mean_square)
     assert model.seen[-1] == 100  # in one piece
+
+
+def test_a_model_that_cannot_enter_evaluation_mode_stays_in_its_own():
+    class Merging(nn.Linear):
+        """As LoRA's layers, whose `train` merges weights."""
+
+        def train(self, mode=True):
+            return super().train(mode) if mode else out_of_memory()
+
+    model = nn.Sequential(nn.Dropout(), Merging(3, 2), nn.Dropout())
+    with pytest.raises(torch.OutOfMemoryError), trainer_of(model).evaluation():
+        pass
+    assert all(each.training for each in model.modules())
 
 
 MIXING = {
