@@ -268,20 +268,21 @@ def estimate_batch_norm(batches: Iterable[Any], model: nn.Module) -> None:
         return
     before = [{name: buffer.clone() for name, buffer in each.named_buffers(recurse=False)} for each in norms]
     momenta = [each.momentum for each in norms]
-    if not model.training:  # the whole model is in eval mode, such as after a validation
-        model.train()
-    has_batch = False
+    has_batch = is_done = False
     try:
+        if not model.training:  # the whole model is in eval mode, such as after a validation
+            model.train()
         for each in norms:
             each.reset_running_stats()
             each.momentum = None  # the mean over all batches, each with the same weight
         for batch in batches:
             has_batch = True
             model(batch[0] if isinstance(batch, list | tuple) else batch)
+        is_done = has_batch
     finally:
         for each, momentum, buffers in zip(norms, momenta, before, strict=True):
             each.momentum = momentum
-            for name, buffer in buffers.items() if not has_batch else ():
+            for name, buffer in buffers.items() if not is_done else ():
                 each.get_buffer(name).copy_(buffer)
         restore_modes(modes)
 

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import memkit as mk
-from memkit.recipes.progressive import ProgressiveTrainer, Stage, _regroup
-from tests.helpers import assert_refused
+from memkit.recipes.progressive import ProgressiveTrainer, Stage, _regroup, estimate_batch_norm
+from tests.helpers import assert_refused, assert_same
 from tests.recipes.loop_parts import digits, loader_of
 from tests.toys import out_of_memory
 
@@ -89,6 +89,34 @@ def test_batch_statistics_are_estimated_anew_at_each_later_stage():
     torch.testing.assert_close(means[1], expected)
     assert model.training
     assert model[1].momentum == 0.1
+
+
+class MergesItself(nn.Linear):
+    """Fails to enter training mode, as LoRA's layers may, whose `train` needs memory."""
+
+    def train(self, mode=True):
+        return out_of_memory() if mode else super().train(mode)
+
+
+@pytest.mark.parametrize("is_training", [True, False])
+@pytest.mark.parametrize("fails_in", ["the first batch", "the second batch", "train"])
+def test_an_estimate_that_fails_leaves_batch_statistics_and_modes(fails_in, is_training):
+    norm = nn.BatchNorm1d(2)
+    norm(torch.randn(8, 2) * 3 + 5)
+    model = nn.Sequential(norm, MergesItself(2, 2) if fails_in == "train" else nn.Linear(2, 2)).train(False)
+    norm.training = model.training = is_training
+    before = {name: value.clone() for name, value in norm.state_dict().items()}
+
+    def batches():
+        if fails_in != "the first batch":
+            yield torch.randn(8, 2)
+        out_of_memory()
+
+    with pytest.raises(torch.OutOfMemoryError):
+        estimate_batch_norm(batches(), model)
+    assert_same(dict(norm.state_dict()), before)
+    assert [each.training for each in model.modules()] == [is_training, is_training, False]
+    assert norm.momentum == 0.1
 
 
 def test_resumes_after_last_finished_epoch():
