@@ -238,10 +238,12 @@ class GridAwareSampler(UserState):
                         self._num_draws -= 1
 
     def _handed_out(self, waiting: deque[Ahead]) -> dict[Scenario, GridSample]:
-        drawn = waiting.popleft()[1].result()
-        with self._lock:
-            self._num_waiting -= 1
-        return drawn
+        try:
+            return waiting[0][1].result()
+        finally:  # a draw that fails has used its call number, as without prefetching
+            with self._lock:
+                waiting.popleft()
+                self._num_waiting -= 1
 
     @runs_eagerly
     def index(

@@ -304,6 +304,22 @@ def test_an_error_while_drawing_ahead_reaches_the_caller():
     assert_refused(lambda: next(GridAwareSampler().draw_ahead([None], ("half",))), InputTypeError, "GridIndex")
 
 
+def test_a_state_after_an_error_while_drawing_ahead_goes_on_with_the_next_draw():
+    index, direct, ahead = scene(), GridAwareSampler(), GridAwareSampler()
+    for _ in range(2):
+        direct.sample_scenarios(index, ["half"])
+    with pytest.raises(InputTypeError):
+        direct.sample_scenarios(None, ["half"])
+    with pytest.raises(InputTypeError):
+        list(ahead.draw_ahead([index, index, None, index], ["half"]))
+    assert ahead.state_dict() == direct.state_dict()
+    resumed = GridAwareSampler()
+    resumed.load_state_dict(ahead.state_dict())
+    drawn = ahead.sample_half_density(index)
+    assert same(drawn, resumed.sample_half_density(index))
+    assert same(drawn, direct.sample_half_density(index))
+
+
 def test_drawing_ahead_checks_its_arguments_in_the_call():
     sampler = GridAwareSampler()
     assert_refused(lambda: sampler.draw_ahead([], ("sparse",)), InputError, "draw_ahead")
