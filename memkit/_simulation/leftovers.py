@@ -487,9 +487,9 @@ class Shared:
     def __call__(self) -> Iterator[None]:
         """Apply the patches within the block."""
         with self._lock:
-            self._num_blocks += 1
-            if self._num_blocks == 1:
+            if not self._num_blocks:
                 self._applied.enter_context(applied(self._make()))
+            self._num_blocks += 1  # only now: making them may fail or be interrupted
         try:
             yield
         finally:

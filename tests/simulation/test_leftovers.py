@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 import memkit as mk
 from memkit._core.errors import StateError
+from memkit._simulation.leftovers import Patches, Shared
 from memkit.predict.scaling.profile import profile_scaling
 from tests.helpers import assert_same, one_in_product
 from tests.toys import mean_square
@@ -401,6 +402,22 @@ def test_an_error_inside_leaves_nothing():
     with pytest.raises(KeyError, match="of mine"):
         estimate(model, loss_fn)
     assert type(mean_square(model, X)) is torch.Tensor
+
+
+def test_shared_patches_that_cannot_be_applied_at_first_are_applied_by_the_next_block():
+    target, errors = types.SimpleNamespace(value=1), [KeyboardInterrupt()]
+
+    def make():
+        if errors:
+            raise errors.pop()
+        return [Patches(target, "a test", {"value": 2})]
+
+    shared = Shared(make)
+    with pytest.raises(KeyboardInterrupt), shared():
+        pass
+    with shared(), shared():
+        assert target.value == 2
+    assert target.value == 1
 
 
 def test_a_cache_of_another_package_is_emptied(monkeypatch):
