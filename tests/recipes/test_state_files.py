@@ -312,6 +312,20 @@ def test_an_error_in_the_background_comes_out_of_the_next_call(tmp_path):
     assert manager.steps == (4, 3)
 
 
+def test_a_thread_that_cannot_be_started_stops_no_later_save(tmp_path, monkeypatch):
+    manager = TrainingStateManager(tmp_path, background=True)
+
+    def start(thread):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patches, pytest.raises(RuntimeError, match="can't start"):
+        patches.setattr(threading.Thread, "start", start)
+        manager.save(1, model=model_of(1.0))
+    manager.save(2, model=model_of(2.0))
+    manager.close()
+    assert manager.steps == (2,)
+
+
 def test_manifest_lists_contents(manager):
     record = json.loads((newest(manager) / "manifest.json").read_text())["content"]
     assert record["step"] == 20

@@ -295,7 +295,8 @@ class TrainingStateManager(Uncopied, Closing):
             )
         try:
             if self._writer is not None:
-                self._writer.join()
+                if self._writer.ident is not None:  # otherwise its start has failed, or was interrupted
+                    self._writer.join()
                 self._writer = None
             failure, self._failure = self._failure, None
             if failure is not None:
