@@ -10,6 +10,7 @@ import contextlib
 import inspect
 import logging
 import operator
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
@@ -60,24 +61,26 @@ class Caught(contextlib.AbstractContextManager["Caught"]):
 
     Args:
         others: Other exception types to catch.
+        handled: See `drop_frames`.
 
     Attributes:
         failure: The caught failure; None if the block completed, or another error propagates.
     """
 
-    def __init__(self, others: Kinds = ()) -> None:
-        self._others = others
+    def __init__(self, others: Kinds = (), *, handled: BaseException | None) -> None:
+        self._others, self._handled = others, handled
         self.failure: Failure | None = None
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
+        handled, self._handled = self._handled, None  # its frames may hold this object
         if error is not None:
-            self.failure = _judge(error, self._others)
+            self.failure = _judge(error, self._others, handled)
         return self.failure is not None
 
 
-def _judge(error: BaseException, others: Kinds) -> Failure | None:
+def _judge(error: BaseException, others: Kinds, handled: BaseException | None) -> Failure | None:
     """Classify a caught error and drop its frames; None if the error should propagate."""
     failure: Failure
     if is_out_of_memory(error):
@@ -86,7 +89,7 @@ def _judge(error: BaseException, others: Kinds) -> Failure | None:
         failure = Failed(error)
     else:
         return None
-    drop_frames(error)
+    drop_frames(error, handled)
     with contextlib.suppress(MemoryError):  # not even enough memory to inspect the error
         verdict = classify_oom(error)
         if verdict is not None and verdict.backend == "cpu":
@@ -108,10 +111,11 @@ def attempt(
     Returns:
         The result, or the failure. Other errors propagate.
     """
+    handled = sys.exception()
     try:
         return Done(run(*args))
     except BaseException as error:
-        failure = _judge(error, others)
+        failure = _judge(error, others, handled)
         if failure is None:
             raise
     release_cached_memory()
@@ -162,10 +166,11 @@ def insist(run: Callable[[], Result], call: str) -> Result:
     Raises:
         MemkitOutOfMemoryError: ``run`` ran out of memory twice.
     """
+    handled = sys.exception()
     try:
         return run()
     except BaseException as error:
-        if _judge(error, ()) is None:
+        if _judge(error, (), handled) is None:
             raise
     release_cached_memory()
     outcome = attempt(run)

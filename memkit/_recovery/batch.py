@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -171,9 +172,10 @@ class Attempt:
         self._around: contextlib.ExitStack | None = None
         self._content: Attributes | None = None
         self._copy: list[Any] | dict[Any, Any] | None = None
+        self._handled: BaseException | None = None
 
     def __enter__(self) -> Any:
-        self._was_entered = True
+        self._was_entered, self._handled = True, sys.exception()
         remedy = None
         if self._remedies is not None:
             remedy, part = self._remedies.around(), self.part
@@ -199,12 +201,13 @@ class Attempt:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
+        handled, self._handled = self._handled, None  # its frames may hold this object
         if self._around is not None:
             self._around.close()
         if error is None:
             return False
         if self._remedies is not None:
-            caught = Caught((Exception,) if self._remedies.has_caused(error) else ())
+            caught = Caught((Exception,) if self._remedies.has_caused(error) else (), handled=handled)
             if caught.__exit__(kind, error, trace):
                 self.failure = caught.failure
                 self.restore_part()

@@ -132,12 +132,17 @@ def is_out_of_memory(exc: BaseException, *, under_pressure: bool | None = None) 
     return under_memory_pressure(verdict.backend) if under_pressure is None else under_pressure
 
 
-def drop_frames(exc: BaseException) -> None:
+def drop_frames(exc: BaseException, handled: BaseException | None = None) -> None:
     """Drop the frames of an error and of its causes, so that keeping the error does not keep their tensors alive.
 
     Frames that are referenced elsewhere are cleared too.
+
+    Args:
+        exc: The error.
+        handled: The exception that was being handled when the failed attempt began, a context of all of its errors. It
+            belongs to code around the attempt, and stays as it is.
     """
-    todo, seen = [exc], set[int]()
+    todo, seen = [exc], {id(handled)} - {id(exc)}
     while todo:
         error = todo.pop()
         if id(error) in seen:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
+import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -582,13 +583,14 @@ def _do_all(actions: deque[Callable[[], object]]) -> None:
     Raises:
         MemkitOutOfMemoryError: An action ran out of memory. It may be half done, so it is not called again.
     """
+    handled = sys.exception()
     while actions:
         action = actions[0]
         try:
             actions.popleft()()  # in one line: an interrupt between two would lose it
         except Exception as error:
             name = getattr(getattr(action, "func", action), "__qualname__", "an action after the step")
-            caught = Caught()
+            caught = Caught(handled=handled)
             if not caught.__exit__(type(error), error, error.__traceback__) or caught.failure is None:
                 error.add_note(f"memkit: the optimizers had stepped before {name}: do not train the batch again.")
                 raise

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
@@ -225,7 +226,7 @@ class CheckAttempt:
         self._content: Attributes | None = None
         self.error = ""
         # The model may refuse a few rows though it runs on the real parts; the verdict says so.
-        self._caught = Caught(others=(Exception,))
+        self._caught = Caught((Exception,), handled=sys.exception())
 
     @property
     def is_out_of_memory(self) -> bool:

@@ -234,6 +234,29 @@ def test_failed_attempt_is_freed_before_the_next(fail):
     assert probe.alive_at_start == [0, 0, 0, 0]
 
 
+def read_something():
+    payload = [1]
+    raise KeyError(payload.pop())
+
+
+@pytest.mark.parametrize("fail", FAILURES)
+def test_an_error_handled_around_a_recovery_keeps_its_frames(fail):
+    """It is the context of each error inside, but not of the recovery's making."""
+    probe = Probe(largest=20, fail=fail)
+    gc.disable()
+    try:
+        read_something()
+    except KeyError as error:
+        handled, trace = error, error.__traceback__
+        assert recover_from_oom(probe, 100) == (12, 0.0)
+    finally:
+        gc.enable()
+        kept_errors.clear()
+    assert handled.__traceback__ is trace
+    assert trace.tb_next.tb_frame.f_locals == {"payload": []}
+    assert probe.alive_at_start == [0, 0, 0, 0]
+
+
 def retry_inside_except(fn, size):
     """The common way, accelerate's find_executable_batch_size included: clean up and continue inside `except`."""
     try:

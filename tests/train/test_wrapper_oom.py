@@ -141,6 +141,67 @@ def test_without_rollback_the_run_ends_elsewhere(monkeypatch):
     assert not is_same(state, undisturbed("conv", "adamw", sizes))
 
 
+class Steps:
+    """Ways to train on a batch within ``except``, in which memory runs out once."""
+
+    def __init__(self):
+        self.model, self.optimizer, (self.batch, *_) = make("mlp", "sgd")
+        self.errors = [torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")]
+
+    def fail_once(self, *_):
+        if self.errors:
+            raise self.errors.pop()
+
+    def trainer(self, **settings):
+        return mk.MemoryEfficientTrainingWrapper(self.model, self.optimizer, probe=False, **settings)
+
+    def loss(self, model, micro):
+        self.fail_once()
+        return loss_fn(model, micro)
+
+    def in_the_loss(self):
+        self.trainer().train_step(self.batch, self.loss)
+
+    def in_a_loop(self):
+        trainer = self.trainer()
+        for attempt in trainer.microbatches(self.batch):
+            with attempt as micro:
+                trainer.backward(self.loss(self.model, micro))
+        trainer.step()
+
+    def in_a_step_hook(self):
+        self.optimizer.register_step_pre_hook(self.fail_once)
+        with pytest.raises(mk.errors.MemkitOutOfMemoryError):
+            self.trainer().train_step(self.batch, loss_fn)
+
+    def in_the_check_of_a_split(self):
+        self.trainer(accumulation_steps=2).train_step(self.batch, self.loss)
+
+    def after_the_step(self):
+        schedule = torch.optim.lr_scheduler.ConstantLR(self.optimizer)
+        schedule.step = self.fail_once
+        with pytest.raises(mk.errors.MemkitOutOfMemoryError):
+            self.trainer(scheduler=schedule).train_step(self.batch, loss_fn)
+
+
+@pytest.mark.filterwarnings("ignore::memkit.errors.MemkitWarning")
+@pytest.mark.parametrize("way", [each for each in vars(Steps) if each.startswith(("in_", "after_"))])
+def test_an_error_handled_around_a_step_keeps_its_frames(way):
+    def read():
+        payload = [1]
+        raise KeyError(payload.pop())
+
+    steps = Steps()
+    try:
+        read()
+    except KeyError as error:
+        handled, trace = error, error.__traceback__
+        getattr(steps, way)()
+    assert handled.__traceback__ is trace
+    assert trace.tb_next.tb_frame.f_locals == {"payload": []}
+    assert not steps.errors
+
+
 def test_on_oom_raise_propagates():
     with pytest.raises(torch.OutOfMemoryError, match="planted fault"):
         recovered("mlp", "sgd", 20, on_oom="raise")
