@@ -213,7 +213,7 @@ def _open_containers(chosen: dict[str, nn.Module]) -> Iterator[tuple[str, nn.Mod
 
 
 def _repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """Find the outermost multi-layer blocks whose class occurs more than once.
+    """Find the outermost multi-layer blocks whose class occurs more than once; else see `_repeated_among`.
 
     A trunk (a module that holds a stack of such blocks) saves little as a whole, since its recomputation needs all its
     activations at once; a single layer saves nothing, since it would recompute exactly what it must keep.
@@ -223,10 +223,29 @@ def _repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
         for name, module in model.named_modules()
         if name and not isinstance(module, _CONTAINERS) and _num_layers(module) > 1 and not _holds_stack(module)
     }
+    return _repeated_among(candidates)
+
+
+def _repeated_among(candidates: _Modules) -> _Modules:
+    """Return the outermost modules of a class that occurs more than once, or all of them if there is no such class.
+
+    One that holds blocks of its own is then a trunk, and replaced with these: a network inside of a module that only
+    prepares its inputs, or beside a head. Of several, only if they are most of its layers: small blocks alone, such as
+    two attentions among convolutions, would save less than the whole.
+    """
     outermost = _outermost(candidates)
     occurrences = Counter(type(module) for module in outermost.values())
     repeated = {name: module for name, module in outermost.items() if occurrences[type(module)] > 1}
-    return repeated or outermost
+    if repeated:
+        return repeated
+    found: _Modules = {}
+    for name, module in outermost.items():
+        inside = {id(each) for each in module.modules()} - {id(module)}
+        inner = _repeated_among({key: each for key, each in candidates.items() if id(each) in inside})
+        is_most = 2 * sum(map(_num_layers, inner.values())) > _num_layers(module)
+        is_trunk = len(inner) > 1 and (len(outermost) == 1 or is_most)
+        found |= inner if is_trunk else {name: module}
+    return found
 
 
 def _holds_stack(module: nn.Module) -> bool:

@@ -166,6 +166,41 @@ class TestChoice:
         model = nn.Sequential(nn.Linear(4, 8), nn.TransformerEncoder(layer, 3, enable_nested_tensor=False))
         assert list(choose_blocks(model, "auto")) == ["1.layers.0", "1.layers.1", "1.layers.2"]
 
+    def test_auto_goes_into_a_network_that_holds_the_blocks_alone(self):
+        """As EDM's preconditioning, or a LightningModule's network, whose blocks are attributes or in a ModuleDict."""
+
+        class Wrapped(nn.Module):
+            def __init__(self, **parts):
+                super().__init__()
+                for name, part in parts.items():
+                    self.add_module(name, part)
+
+        def unet():
+            parts = [nn.ModuleDict({"in": nn.Linear(8, 8), "0": Block(), "1": Block()}) for _ in range(2)]
+            return Wrapped(enter=mlp(4, 8, 8), encoder=parts[0], decoder=parts[1])
+
+        inner = ["encoder.0", "encoder.1", "decoder.0", "decoder.1"]
+        assert list(choose_blocks(unet(), "auto")) == inner
+        assert list(choose_blocks(Wrapped(model=unet()), "auto")) == [f"model.{name}" for name in inner]
+        nested = Wrapped(module=Wrapped(model=unet()), enter=nn.Linear(4, 4))
+        assert list(choose_blocks(nested, "auto")) == [f"module.model.{name}" for name in inner]
+        with_head = Wrapped(backbone=unet(), head=mlp(8, 8, 1))
+        assert list(choose_blocks(with_head, "auto")) == [*(f"backbone.{name}" for name in inner), "head"]
+
+        class Pair(Wrapped):
+            """Another class, so that none occurs more than once."""
+
+        towers = Wrapped(one=unet(), other=Pair(first=Block(), second=Block()))
+        names = [*(f"one.{name}" for name in inner), "other.first", "other.second"]
+        assert list(choose_blocks(towers, "auto")) == names
+
+    def test_auto_keeps_a_network_without_blocks_of_most_of_its_layers(self):
+        assert list(choose_blocks(nn.Sequential(nn.Linear(4, 4), mlp(4, 8, 8)), "auto")) == ["1"]  # layers alone
+        decoder = nn.TransformerDecoderLayer(8, 2, 16, batch_first=True)  # of nine layers, four are its attentions'
+        assert list(choose_blocks(nn.ModuleList([decoder, mlp(8, 8, 8)]), "auto")) == ["0", "1"]
+        alone = nn.Sequential(nn.Linear(8, 8), decoder)  # the whole as one block would save nothing
+        assert list(choose_blocks(alone, "auto")) == ["1.self_attn", "1.multihead_attn"]
+
     def test_unmatched_pattern_suggests_names(self):
         with pytest.raises(mk.errors.ConfigError, match=r"'block.0', which matches no module of Net.*'blocks.0'"):
             choose_blocks(Net(), ["block.0"])
