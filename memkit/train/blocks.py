@@ -20,7 +20,6 @@ BlockKey: TypeAlias = str | type[nn.Module] | nn.Module
 Choice: TypeAlias = (
     Literal["auto"] | bool | BlockKey | Sequence[BlockKey] | Mapping[Any, Treatment] | Callable[[str, nn.Module], bool]
 )
-_CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 _Modules = dict[str, nn.Module]
 
 
@@ -204,9 +203,9 @@ def _covers(found: _Modules, name: str) -> bool:
 
 
 def _open_containers(chosen: dict[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """Replace a ModuleList or ModuleDict, which has no forward of its own, with its children."""
+    """Replace a ModuleList or ModuleDict without a forward, which a subclass may have, with its children."""
     for name, module in chosen.items():
-        if isinstance(module, _CONTAINERS):
+        if _has_no_forward(module):
             yield from _open_containers({f"{name}.{key}": child for key, child in module.named_children()})
         else:
             yield name, module
@@ -221,7 +220,7 @@ def _repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
     candidates = {
         name: module
         for name, module in model.named_modules()
-        if name and not isinstance(module, _CONTAINERS) and _num_layers(module) > 1 and not _holds_stack(module)
+        if name and not _has_no_forward(module) and _num_layers(module) > 1 and not _holds_stack(module)
     }
     return _repeated_among(candidates)
 
@@ -248,8 +247,19 @@ def _repeated_among(candidates: _Modules) -> _Modules:
     return found
 
 
+def _has_no_forward(module: nn.Module) -> bool:
+    is_container = isinstance(module, nn.ModuleList | nn.ModuleDict)
+    return is_container and getattr(module.forward, "__func__", None) is nn.Module.forward
+
+
 def _holds_stack(module: nn.Module) -> bool:
-    stacks = [each for each in module.modules() if isinstance(each, nn.ModuleList | nn.Sequential)]
+    stacks = [
+        each
+        for each in module.modules()
+        # A ModuleDict with a forward runs its members in turn (torchvision's _DenseBlock); others offer a choice.
+        if isinstance(each, nn.ModuleList | nn.Sequential)
+        or (isinstance(each, nn.ModuleDict) and not _has_no_forward(each))
+    ]
     return any(sum(_num_layers(child) > 1 for child in stack.children()) > 1 for stack in stacks)
 
 

@@ -201,6 +201,53 @@ class TestChoice:
         alone = nn.Sequential(nn.Linear(8, 8), decoder)  # the whole as one block would save nothing
         assert list(choose_blocks(alone, "auto")) == ["1.self_attn", "1.multihead_attn"]
 
+    def test_a_container_with_a_forward_of_its_own_is_one_block(self):
+        """As torchvision's IntermediateLayerGetter: its inplace ReLU may not begin a block, but may be inside one."""
+
+        class Getter(nn.ModuleDict):
+            def forward(self, x):
+                found = {}
+                for name, module in self.items():
+                    found[name] = x = module(x)
+                return found
+
+        class Stages(nn.ModuleList):
+            def forward(self, x):
+                for each in self:
+                    x = each(x)
+                return x
+
+        class Halves(nn.Sequential):
+            def forward(self, x):
+                return self[1](self[0](x) / 2)
+
+        class Model(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.backbone = Getter({"0": nn.Linear(4, 8), "1": nn.BatchNorm1d(8), "2": nn.ReLU(inplace=True)})
+                self.stages = Stages([mlp(8, 8, 8), nn.ReLU(inplace=True), mlp(8, 8, 8)])
+                self.halves = Halves(mlp(8, 8, 8), nn.Linear(8, 1))
+
+            def forward(self, x):
+                return self.halves(self.stages(self.backbone(x)["2"]))
+
+        names = ["backbone", "stages", "halves"]
+        torch.manual_seed(0)
+        plain, x = Model(), torch.randn(5, 4)
+        for choice in (names, [Getter, Stages, Halves], dict.fromkeys(names, "selective")):
+            model = copy.deepcopy(plain)
+            with Checkpointing(model, choice) as checkpointing:
+                assert list(checkpointing.blocks) == names
+                model(x).square().mean().backward()
+            twin = copy.deepcopy(plain)
+            twin(x).square().mean().backward()
+            assert_same(gradients(model), gradients(twin))
+        with Checkpointing(Model().backbone, "*") as checkpointing:
+            assert list(checkpointing.blocks) == ["0", "1", "2"]
+        # By itself, memkit looks inside for the repeated blocks, as into a Sequential: the layers of DenseNet's blocks.
+        dense = nn.Sequential(*(Getter({"0": mlp(8, 8, 8), "1": mlp(8, 8, 8)}) for _ in range(2)))
+        assert list(choose_blocks(dense, "auto")) == ["0.0", "0.1", "1.0", "1.1"]
+
     def test_unmatched_pattern_suggests_names(self):
         with pytest.raises(mk.errors.ConfigError, match=r"'block.0', which matches no module of Net.*'blocks.0'"):
             choose_blocks(Net(), ["block.0"])
