@@ -154,6 +154,12 @@ def drop_frames(exc: BaseException, handled: BaseException | None = None) -> Non
         todo += [each for each in (error.__cause__, error.__context__, *members) if each is not None]
 
 
+def explain(exc: Exception, note: str) -> None:
+    """Add a note to an error of the user's code, which memkit's own errors and an out-of-memory are not."""
+    if not isinstance(exc, MemkitError) and not is_out_of_memory(exc):
+        exc.add_note(f"memkit: {note}")
+
+
 def _links(exc: BaseException) -> Iterator[BaseException]:
     """Yield an error, the errors it was raised from, and those it is known to mask."""
     seen: set[int] = set()

@@ -33,7 +33,7 @@ from memkit._gradients.streamed import (
     without_hooks,
 )
 from memkit._machine.devices import is_capturing
-from memkit._recovery.attempt import Done, Failed, attempt
+from memkit._recovery.attempt import Done, Failed, OutOfMemory, attempt, unless_failed
 from memkit._tape.kept import KeptResults
 from memkit._tape.references import Run
 from memkit._torch import foreach, pytree
@@ -45,7 +45,7 @@ from memkit._torch.tensors import as_integers, versions_of
 from memkit.chunk.assembly import Assembly, ChunkResults, ChunkRows, Upstream
 from memkit.chunk.circumstances import Circumstances, ReplayedChunk
 from memkit.chunk.gather import Gathered
-from memkit.chunk.independence import NUM_PROBED, check_independence, warn_of_draws
+from memkit.chunk.independence import NUM_PROBED, check_independence, note_rows, warn_of_draws
 from memkit.chunk.params import used_parameters
 from memkit.chunk.probes import undone, unpacked
 from memkit.chunk.sizing import ChunkPlan, Sizer, plan_of
@@ -308,12 +308,17 @@ class ChunkedCall:
     def _refuse_captured(self, captured: CapturedTensors, tensors: CallTensors) -> None:
         """Refuse leaves that are not the function's own: those of a short chunk whose graph is gone."""
 
-        def unknown_leaves() -> list[weakref.ref[Tensor]]:
-            chunk = self._run_chunk(tensors, ChunkRows(0, min(NUM_PROBED, self._num_rows)))
+        def unknown_leaves(which: ChunkRows) -> list[weakref.ref[Tensor]]:
+            chunk = self._run_chunk(tensors, which)
             return captured.refuse(chunk.results, [*chunk.rows, *tensors.params])
 
         with unpacked(), undone(self.fn, self._arguments), graphs(enabled=True):
-            captured.refuse_survivors(unknown_leaves())  # here: what the function keeps is gone after the block
+            few = unless_failed((Exception,), unknown_leaves, ChunkRows(0, min(NUM_PROBED, self._num_rows)))
+            if isinstance(few, Failed) and isinstance(few.error, MemkitError):
+                raise few.error
+            # The function may refuse a few rows, but has taken those of the first chunk.
+            leaves = few.result if isinstance(few, Done) else unknown_leaves(self._chunks[0])
+            captured.refuse_survivors(leaves)  # here: what the function keeps is gone after the block
 
     def _run_chunk(
         self,
@@ -359,7 +364,7 @@ class ChunkedCall:
             if isinstance(outcome, Failed) and isinstance(outcome.error, MemkitError):
                 raise outcome.error
             if isinstance(outcome, Done):
-                self._draws_for_all = outcome.result
+                self._draws_for_all = bool(outcome.result)
                 return
             length -= 1
             if length == 1:
@@ -369,9 +374,37 @@ class ChunkedCall:
                     "check=False."
                 )
         if length > 1:
-            self._draws_for_all = self._check_rows(inputs, length)
+            self._check_few(inputs, length)
 
-    def _check_rows(self, inputs: Sequence[Tensor], length: int) -> bool:
+    def _check_few(self, inputs: Sequence[Tensor], length: int) -> None:
+        few = unless_failed((Exception,), self._check_rows, inputs, length)
+        if isinstance(few, Done) and few.result is not None:
+            self._draws_for_all = few.result
+            return
+        is_size_known = isinstance(self.size, int)
+        if isinstance(few, Failed) and (isinstance(few.error, MemkitError) or not is_size_known):
+            raise few.error
+        if is_size_known and self.chunk_size < self._num_rows:  # else nothing is cut
+            self._check_chunks(inputs, few)
+
+    def _check_chunks(self, inputs: Sequence[Tensor], few: Done[bool | None] | Failed) -> None:
+        """Check with the first two chunks, since the function needs a certain number of rows, or fails anyway."""
+        length = min(2 * self.chunk_size, self._num_rows)
+        outcome = attempt(self._check_rows, inputs, length, self.chunk_size, others=(Exception,))
+        if isinstance(outcome, Done):
+            self._draws_for_all = bool(outcome.result)
+        elif isinstance(outcome.error, MemkitError):
+            raise outcome.error
+        elif isinstance(few, Failed):
+            raise few.error
+        elif isinstance(outcome, OutOfMemory):
+            warn_user(
+                f"{self.name}: could not check that each row is computed from that row alone: the function refuses "
+                f"some numbers of rows, and with two chunks it raised {outcome.description}. Way out: pass a smaller "
+                "chunk_size, or check=False."
+            )
+
+    def _check_rows(self, inputs: Sequence[Tensor], length: int, chunk_size: int | None = None) -> bool | None:
         first = [
             rows.requires_grad_(tensor.requires_grad)
             for rows, tensor in zip(self._rows(inputs, ChunkRows(0, length)), inputs, strict=True)
@@ -385,6 +418,7 @@ class ChunkedCall:
             others=self._arguments,
             pick=lambda numbers: self._picked(inputs, numbers),
             whole=[tensor for tensor, pick in zip(inputs, self._picks, strict=True) if pick is None],
+            chunk_size=chunk_size,
         )
 
     def _picked(self, inputs: Sequence[Tensor], numbers: Tensor) -> list[Tensor]:
@@ -408,7 +442,12 @@ class ChunkedCall:
         else:  # the usual case, without a walk through the tree
             num_args = len(filled) - len(self._names)
             args, kwargs = filled[:num_args], dict(zip(self._names, filled[num_args:], strict=True))
-        result = self.fn(*args, **kwargs)
+        try:
+            result = self.fn(*args, **kwargs)
+        except Exception as error:
+            if length < self._num_rows:
+                note_rows(error, self.name, length)
+            raise
         if isinstance(result, Tensor) and result.shape[:1] == (length,):
             self._result = _ONE_TENSOR
             return [result]

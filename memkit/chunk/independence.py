@@ -19,6 +19,7 @@ from memkit._core.errors import InputError, warn_user
 from memkit._gradients.loss import Loss
 from memkit._recorder.rehearsal import Span
 from memkit._recovery.attempt import Failed, unless_failed
+from memkit._recovery.errors import explain
 from memkit._recovery.snapshot import are_same, cloned
 from memkit._torch import pytree
 from memkit._torch.fake import FakeTensor
@@ -36,7 +37,7 @@ _MOST_WAYS = 64  # that are remembered of a module: a function may hold a number
 _NUMBERS = (bool, int, float, str, type(None))
 # Cache of what passed, by how it was called and the traits of that time, and whether it draws for all rows at once: by
 # the module, or by the code of a function of several or none.
-_PASSED: weakref.WeakKeyDictionary[Any, dict[Hashable, bool]] = weakref.WeakKeyDictionary()
+_PASSED: weakref.WeakKeyDictionary[Any, dict[Hashable, bool | None]] = weakref.WeakKeyDictionary()
 
 
 def check_independence(
@@ -49,19 +50,20 @@ def check_independence(
     others: Sequence[object] = (),
     pick: Callable[[Tensor], Sequence[Any]] | None = None,
     whole: Sequence[object] = (),
-) -> bool:
+    chunk_size: int | None = None,
+) -> bool | None:
     """Refuse a function that mixes its rows: BatchNorm in training mode, a softmax or a mean over rows.
 
-    A few rows are run once, with NaN in one of them. It must stay in that row. Unlike a comparison of results, this
-    is not disturbed by random draws. Integers cannot be NaN, so NaN is put into the embedding's output instead; and
-    some rows get equal ones, so that they are of one group (edges of one node), whichever rows are the first. A
-    function that refuses NaN runs twice without, with another row's values in that row the second time, and other
-    rows' results must stay. Then it runs on all of the rows but the first, without NaN, which comparisons swallow,
-    from the state that the first run left: their results must be the same, or they depend on other rows, on the
-    number of rows, on a row's place, or on earlier calls. Once more it is compared without those rows that hold the
-    largest and smallest integers of all: the longest of several sentences, the only one of its class. A `Loss` has no
-    rows: its sum and count must be those of its parts together. What the function changes is restored; a function that
-    changes float buffers is refused too, since each chunk would see different ones.
+    A few rows are run once, with NaN in one of them. It must stay in that row. Unlike a comparison of results, this is
+    not disturbed by random draws. Integers cannot be NaN, so NaN is put into the embedding's output instead; and some
+    rows get equal ones, so that they are of one group (edges of one node), whichever rows are the first. A function
+    that refuses NaN runs twice without, with another row's values in that row the second time, and other rows' results
+    must stay. Then it runs on all of the rows but the first, without NaN, which comparisons swallow, from the state
+    that the first run left: their results must be the same, or they depend on other rows, on the number of rows, on a
+    row's place, or on earlier calls. If it refuses these, it runs on half of them. Once more it is compared without
+    those rows that hold the largest and smallest integers of all: the longest of several sentences, the only one of its
+    class. A `Loss` has no rows: its sum and count must be those of its parts together. What the function changes is
+    restored; a function that changes float buffers is refused too, since each chunk would see different ones.
 
     Args:
         fn: ``fn(*rows)``; rows are dimension 0 of its tensor arguments and results.
@@ -73,9 +75,12 @@ def check_independence(
         others: What ``fn`` passes to the user's function besides rows.
         pick: Returns ``rows`` of other numbers, given as a tensor.
         whole: All rows of the arguments, as far as they are integers or booleans.
+        chunk_size: Rows of a chunk, for a function that refuses a few rows: all of ``rows``, a chunk and the next one,
+            are looked at, and compared without the first chunk.
 
     Returns:
         Whether it draws random numbers that belong to no row, as for a layer that is skipped: see `warn_of_draws`.
+        None if nothing was compared, because it refuses every smaller number of rows.
 
     Raises:
         InputError: A row's result depends on another row (the first module in which this happens is named), on the
@@ -98,9 +103,10 @@ def check_independence(
     is_known = way is not None and len(modules) < 2
 
     def key() -> Hashable:
-        return way if is_known else code, count, torch.is_grad_enabled(), traits_of(behind, others)
+        return way if is_known else code, count, chunk_size, torch.is_grad_enabled(), traits_of(behind, others)
 
-    count = min([NUM_PROBED, *(len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim())])
+    lengths = [len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()]
+    count = min([*lengths, NUM_PROBED] if chunk_size is None else lengths)
     known = key()
     if is_known and known in passed:
         return passed[known]
@@ -108,26 +114,39 @@ def check_independence(
         return False  # an estimate has no values to compare: the first real call is checked
     probes = Probes(behind, others)
     with contextlib.closing(probes.runs):
-        check = _Check(fn, tuple(rows), call, count, probes)
+        parts = (1, count // 2) if chunk_size is None else (chunk_size,)
+        check = _Check(fn, tuple(rows), call, count, probes, parts)
         arguments, result = check.refuse_mixed(unbatched)
         if count == 2:
             again = check.of_first_row()
             with contextlib.closing(again.probes.runs):
                 again.refuse_other_results(*again.refuse_mixed(unbatched))
         draws_for_all = passed.get(known)
-        if is_known or draws_for_all is None:
-            check.refuse_other_results(arguments, result)
+        if is_known or known not in passed:
+            is_compared = check.refuse_other_results(arguments, result)
             if any(isinstance(leaf, Tensor) and not may_be_nan(leaf) for leaf in pytree.tree_leaves(result)):
                 check.refuse_other_integers()
             if isinstance(result, Loss):
                 check.refuse_other_sums()
             if pick is not None and (found := _standing_out(whole, count)) is not None:
                 check.refuse_standing_out(tuple(pick(found[0])), found[1])
-            draws_for_all = probes.runs.has_draws_for_all or probes.runs.has_drawn_on_the_host
+            draws = probes.runs.has_draws_for_all or probes.runs.has_drawn_on_the_host
+            draws_for_all = draws if is_compared else None
     if len(passed) >= _MOST_WAYS:
         passed.clear()
     passed[key()] = draws_for_all  # of now: the check has seen which traits calls change
     return draws_for_all
+
+
+def note_rows(error: Exception, call: str, num_rows: int) -> None:
+    """Add a note to an error of the user's function: it ran on only some of the rows, which may be the cause."""
+    explain(
+        error,
+        f"{call} ran the function on {num_rows} rows, not on all: its check takes a few, as does the choice of a "
+        "chunk's size; a chunk has chunk_size of them, and the last chunk those that are left. Way out, if the "
+        "function needs a multiple of some number of rows: pass chunk_size, and make it and the number of all rows "
+        "such multiples; pass check=False if you know that no row's result depends on another row.",
+    )
 
 
 def warn_of_draws(call: str) -> None:
@@ -150,6 +169,7 @@ class _Check:
     call: str
     count: int
     probes: Probes
+    parts: tuple[int, ...]  # how many of the first rows to leave out in a comparison: the first that the function takes
     told: set[str] = field(default_factory=set)  # attributes that a warning was about
     _poisoned: int = field(init=False)
 
@@ -158,7 +178,7 @@ class _Check:
 
     def of_first_row(self) -> _Check:
         """Return a check of what the first of two rows does to the last one: a running sum goes that way."""
-        check = _Check(self.fn, self.rows, self.call, self.count, self.probes.again(), self.told)
+        check = _Check(self.fn, self.rows, self.call, self.count, self.probes.again(), self.parts, self.told)
         check._poisoned = 0
         return check
 
@@ -362,20 +382,41 @@ class _Check:
         """Refuse a function whose results for rows depend on the first ones, which have the largest integers of all."""
         arguments = tuple(pytree.tree_map(lambda each: each.clone() if isinstance(each, Tensor) else each, rows))
         count = next(len(each) for each in pytree.tree_leaves(rows) if isinstance(each, Tensor) and each.dim())
-        check = _Check(self.fn, rows, self.call, count, self.probes.again(), self.told)
+        check = _Check(self.fn, rows, self.call, count, self.probes.again(), (num_first, *self.parts), self.told)
         with contextlib.closing(check.probes.runs):
             outcome = unless_failed((Exception,), check._run, arguments)
             if isinstance(outcome, Failed):  # rows in another order may be refused
                 return
-            check.refuse_other_results(arguments, outcome.result, num_first)
+            check.refuse_other_results(arguments, outcome.result)
             if isinstance(outcome.result, Loss):
                 check.refuse_other_sums()
 
-    def refuse_other_results(self, arguments: tuple[Any, ...], result: Any, num_first: int = 1) -> None:
-        """Refuse a function that gives a row another result among fewer rows, or after an earlier call."""
-        other = 1 - self._poisoned  # of two rows
-        span = Span(num_first, self.count, self.count) if self.count > 2 else Span(other, other + 1, self.count)
+    def refuse_other_results(self, arguments: tuple[Any, ...], result: Any) -> bool:
+        """Refuse a function that gives a row another result among fewer rows, or after an earlier call.
 
+        Returns:
+            Whether it could be compared: it may need a certain number of rows.
+        """
+        earlier, written = self.probes.kept_values(), self.probes.written_values()
+        for num_first in self.parts:
+            other = 1 - self._poisoned  # of two rows
+            span = Span(num_first, self.count, self.count) if self.count > 2 else Span(other, other + 1, self.count)
+            fewer = self._without_first(arguments, span)
+            apart = self._distance(result, fewer, span, goes_on=True)
+            if apart is not None:
+                break
+        else:
+            return False
+        others = _replaced(earlier, self.probes.kept_values())
+        if apart and self.probes.runs.draws_are_rows:
+            self._refuse_distance(apart, arguments, result, fewer, span)
+        self._warn_of_kept(
+            others, "another one for other rows", "not of all rows, and what reads it gets another result"
+        )
+        self._warn_of_written(_rewritten(written, self.probes.written_values()))
+        return True
+
+    def _without_first(self, arguments: tuple[Any, ...], span: Span) -> tuple[Any, ...]:
         def part(value: Any) -> Any:
             if not isinstance(value, Tensor) or value.dim() == 0:
                 return value
@@ -387,18 +428,7 @@ class _Check:
                 some[self._poisoned - span.start] = value.detach()[self._beside]
             return some.requires_grad_(value.requires_grad)
 
-        fewer = tuple(pytree.tree_map(part, arguments))
-        earlier, written = self.probes.kept_values(), self.probes.written_values()
-        apart = self._distance(result, fewer, span, goes_on=True)
-        if apart is None:  # it needs a certain number of rows: the chunks have it, or will tell
-            return
-        others = _replaced(earlier, self.probes.kept_values())
-        if apart and self.probes.runs.draws_are_rows:
-            self._refuse_distance(apart, arguments, result, fewer, span)
-        self._warn_of_kept(
-            others, "another one for other rows", "not of all rows, and what reads it gets another result"
-        )
-        self._warn_of_written(_rewritten(written, self.probes.written_values()))
+        return tuple(pytree.tree_map(part, arguments))
 
     def _refuse_distance(
         self, apart: float, arguments: tuple[Any, ...], result: Any, fewer: tuple[Any, ...], span: Span

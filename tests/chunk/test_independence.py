@@ -699,3 +699,90 @@ def test_a_buffer_that_is_changed_before_backward_is_an_error(is_tiled):
     with pytest.raises(mk.errors.StateError, match=r"the buffer 'alpha', changed since the forward"):
         loss.backward()
     run().backward()
+
+
+class ShiftedWindows(nn.Module):
+    """Swin's attention: rows are windows, and those of an image have masks by their place in it."""
+
+    def __init__(self, num_windows):
+        super().__init__()
+        self.qkv = nn.Linear(4, 12)
+        self.register_buffer("mask", torch.randn(num_windows, 9, 9))
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).chunk(3, -1)
+        scores = (q @ k.mT).view(-1, len(self.mask), 9, 9) + self.mask
+        return scores.flatten(0, 1).softmax(-1) @ v
+
+
+@pytest.mark.parametrize("num_windows", [4, 8, 16])
+def test_a_function_of_a_multiple_of_rows_is_checked_with_two_chunks(num_windows):
+    model, x = ShiftedWindows(num_windows), torch.randn(64, 9, 4)
+    for chunk_size in (16, 32, 48, 64):
+        assert_close(mk.chunked_map(model, x, chunk_size=chunk_size), model(x))
+    assert_refused(
+        lambda: mk.chunked_map(lambda x: model(x) + torch.arange(len(x))[:, None, None], x, chunk_size=16),
+        mk.errors.InputError,
+        "depends on the number of rows",
+    )
+    assert_refused(
+        lambda: mk.chunked_map(lambda x: model(x) - model(x).mean(0), x, chunk_size=16),
+        mk.errors.InputError,
+        "depends on other rows",
+    )
+
+
+def of_windows(x, how):
+    model = ShiftedWindows(16)
+    return {
+        "wrong chunks": lambda: mk.chunked_map(model, x, chunk_size=30),
+        "wrong chunks, not checked": lambda: mk.chunked_map(model, x, chunk_size=30, check=False),
+        "a budget": lambda: mk.ChunkedProcessor(model, memory_budget="2MiB")(x),
+        "a budget, not checked": lambda: mk.ChunkedProcessor(model, memory_budget="2MiB", check=False)(x),
+    }[how]()
+
+
+@pytest.mark.parametrize("how", ["wrong chunks", "wrong chunks, not checked", "a budget", "a budget, not checked"])
+def test_an_error_of_too_few_rows_says_how_many_there_were(how):
+    with pytest.raises(RuntimeError, match="is invalid for input of size") as caught:
+        of_windows(torch.randn(64, 9, 4), how)
+    [note] = caught.value.__notes__
+    assert "(ShiftedWindows" in note
+    assert "rows, not on all" in note
+    assert "pass chunk_size" in note
+    assert "check=False" in note
+
+
+def test_an_error_with_all_rows_has_no_note():
+    with pytest.raises(RuntimeError, match="is invalid for input of size") as caught:
+        mk.chunked_map(ShiftedWindows(7), torch.randn(64, 9, 4), chunk_size=64)
+    assert not hasattr(caught.value, "__notes__")
+
+
+def test_two_chunks_that_do_not_fit_are_not_checked_and_it_is_said():
+    x = torch.randn(64, 9, 4)
+
+    class Small(ShiftedWindows):
+        def forward(self, x):
+            if len(x) > 32:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB (a planted fault).")
+            return super().forward(x)
+
+    with pytest.raises(RuntimeError, match="is invalid for input of size") as caught:
+        mk.chunked_map(Small(16), x, chunk_size=32)
+    assert "pass check=False" in caught.value.__notes__[0]
+    model = Small(8)  # eight rows show that NaN stays in its row, and nothing else
+    with pytest.warns(mk.errors.MemkitWarning, match="could not check that each row .* with two chunks it raised"):
+        found = mk.chunked_map(model, x, chunk_size=32)
+    assert_close(found, torch.cat([model(part) for part in x.split(32)]))
+
+
+def test_a_function_of_a_multiple_of_rows_may_take_gradients_inside():
+    model, x = ShiftedWindows(16), torch.randn(64, 9, 4)
+
+    def slopes(x):
+        leaf = x.detach().requires_grad_()
+        return torch.autograd.grad(model(leaf).square().sum(), leaf, create_graph=True)[0]
+
+    found = mk.chunked_map(slopes, x, chunk_size=32, params=model.parameters())
+    assert_close(found, slopes(x))
