@@ -9,7 +9,6 @@ import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from types import CellType
 from typing import Any, Literal
 
 import torch
@@ -20,9 +19,11 @@ from torch.utils.hooks import RemovableHandle
 
 from memkit._core.errors import StateError, warn_user
 from memkit._core.printable import list_some
+from memkit._core.recent import keep_newest
 from memkit._machine import random_state
 from memkit._recorder.rehearsal import Attributes
 from memkit._recovery.attempt import insist
+from memkit._recovery.loss_key import key_of_loss
 from memkit._torch import foreach
 from memkit._torch.fake import FakeTensor
 from memkit._torch.modules import all_parameters, buffers_of, is_compiled, parameters_of, training_flags
@@ -30,7 +31,6 @@ from memkit._torch.ranks import gathered_parameters
 from memkit._torch.tensors import as_integers, bit_sums, content_sums, is_view, leaf_gradient, version_of
 
 _Key = tuple[nn.Module, str]
-_MOST_KEYS = 64  # of loss functions
 _NUM_SEARCHES = 3  # for generators: a forward may create its own
 _COMPARED_BYTES = 2**18  # at a time: a card needs a quarter of it for the results
 _LARGEST_BYTES = 2**26  # of a plain attribute that a trial saves: a codebook, but no replay buffer
@@ -72,7 +72,7 @@ class StateWatch:
         self.changes_attributes = self.moves_trained = self._watches_attributes = not self._is_compiled
         self.is_restless_inside = self.is_loss_restless_inside = False
         self.loss_fn: object = None
-        self.quiet_losses: set[object] = set()
+        self.quiet_losses: dict[object, None] = {}
         self.last_quiet: Callable[[], object] = _nothing
         self._has_told_of_held = self._has_told_of_trained = False
         self._still: dict[_Key, int] = {}
@@ -104,9 +104,7 @@ class StateWatch:
         """Compare with what was saved before a completed forward; whether all of it is as it was."""
         if self.loss_fn is None or self.is_loss_restless_inside or held.differ():
             return False
-        if len(self.quiet_losses) >= _MOST_KEYS:  # each step makes a loss object of its own
-            self.quiet_losses.clear()
-        self.quiet_losses.add(key_of_loss(self.loss_fn))
+        keep_newest(self.quiet_losses, key_of_loss(self.loss_fn), None)  # each step may make a loss object of its own
         with contextlib.suppress(TypeError):  # an object with slots
             self.last_quiet = weakref.ref(self.loss_fn)
         return True
@@ -623,41 +621,6 @@ class Rollback:
 
 def _nothing() -> None:
     """Return nothing, like a reference to an object that is gone."""
-
-
-def key_of_loss(loss_fn: Any) -> object:
-    """Return what a loss function has in common with those of other steps that are made by the same lines.
-
-    Those lines may be given another criterion. So the modules that it is made from count, and the types of all else.
-    """
-    if isinstance(loss_fn, functools.partial):
-        return key_of_loss(loss_fn.func), *map(_kind_of, (*loss_fn.args, *loss_fn.keywords.values()))
-    code = getattr(loss_fn, "__code__", None)
-    if code is None:
-        return _itself(loss_fn)
-    owner = getattr(loss_fn, "__self__", None)
-    return code, None if owner is None else _itself(owner), *[_kind_in(cell) for cell in loss_fn.__closure__ or ()]
-
-
-def _itself(value: Any) -> object:
-    """Return what is equal for the same object alone, and keeps nothing alive; else its type."""
-    try:
-        reference = weakref.ref(value)
-        hash(reference)
-    except TypeError:  # an object with slots, or without a hash
-        return type(value)
-    return reference
-
-
-def _kind_of(value: Any) -> object:
-    return _itself(value) if isinstance(value, nn.Module) else getattr(value, "__code__", type(value))
-
-
-def _kind_in(cell: CellType) -> object:
-    try:
-        return _kind_of(cell.cell_contents)
-    except ValueError:  # it is empty
-        return None
 
 
 def _worth_saving(frozen: Sequence[torch.Tensor], room_bytes: int) -> list[bool]:

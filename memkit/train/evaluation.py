@@ -19,8 +19,9 @@ from memkit._core.words import guided
 from memkit._machine import random_state
 from memkit._recovery.attempt import Done, Failure, attempt, insist
 from memkit._recovery.inputs import Contents, InputWatch
+from memkit._recovery.loss_key import key_of_loss
 from memkit._recovery.sizes import SizeMemory
-from memkit._recovery.snapshot import HeldState, key_of_loss, looking_inside
+from memkit._recovery.snapshot import HeldState, looking_inside
 from memkit._torch import pytree
 from memkit._torch.tensors import are_unwritten, marks_of
 from memkit.train.samples import mark_samples, unmark_samples

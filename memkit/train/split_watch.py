@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import re
-import types
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
-import torch
 from torch import nn
 
 from memkit._core.errors import ConfigError, MemkitOutOfMemoryError, warn_user
 from memkit._core.printable import list_some
+from memkit._core.recent import keep_newest
 from memkit._core.settings import Checker
 from memkit._recovery.batch import BatchRun, Forced
+from memkit._recovery.loss_key import parts_of_loss
 from memkit._torch.dispatch import fake_mode
 from memkit._torch.fake import FakeTensor
+from memkit._torch.modules import training_flags
 from memkit.train.checkpointing import may_recompute
 from memkit.train.samples import mark_samples
 from memkit.train.split import structure_of
@@ -27,6 +28,14 @@ Probe = bool | Literal["require"]
 _NUM_WITH_BRANCHES = 8
 _NUMBER = r"\d+"
 _PATIENCE = 8  # checks in a row without a finite, nonzero gradient before a warning
+_MOST_VALUES = 4  # of a variable, before it counts as one that changes all the time: a step, an annealed weight
+
+
+@dataclass(slots=True)
+class _Record:
+    verdict: SplitVerdict
+    is_known: bool = False
+    is_refused: bool = False  # and so checked again in each step: whether it is wrong depends on the data
 
 
 class SplitWatch:
@@ -35,7 +44,8 @@ class SplitWatch:
     These are the first one that is split; later ones where the loss function, the mode of a module, the structure of
     the batch or the evenness of its parts is new, or whose losses were divided by something other than rows; and the
     2nd, 4th, 8th ... split batch, since state and data change. If Python branches on values of tensors, all of the
-    first eight are checked.
+    first eight are checked. A loss function is also another one if a variable of it has another value, until that
+    variable has had five.
 
     Args:
         model: The model.
@@ -54,14 +64,15 @@ class SplitWatch:
         fix = "pass probe=True, probe=False or probe='require'."
         Checker(call).choice("probe", probe, (True, False, "require"), fix=fix)
         self._modules, self._may_change, self._adds_up = list(model.modules()), may_change, adds_up
-        self._verdicts: dict[object, SplitVerdict] = {}
         self._probe, self._call = probe, call
-        self._known: set[object] = set()
-        self._refused: set[object] = set()  # checked again in each step: whether it is wrong depends on the data
         self._key: tuple[object, ...] = ()  # the loss, modes, the batch's structure, evenness, divisors
-        self._refused_kinds: set[object] = set()
+        self._records: dict[object, _Record] = {}
+        self._values: dict[
+            object, list[set[object]]
+        ] = {}  # that the variables of a loss were seen to have, by its lines
+        self._refused_kinds: dict[object, None] = {}
         self._warned: set[str] = set()
-        self._trusted: set[object] = set()  # losses, modes and structures that another check found exact
+        self._trusted: dict[object, None] = {}  # losses, modes and structures that another check found exact
         self._num_split = 0
         self._num_uninformative = 0
         self.has_branches = False
@@ -81,10 +92,20 @@ class SplitWatch:
 
     def trust(self, batch: Any, loss_fn: object) -> None:
         """Skip checks of batches built like this one, in the current modes, unless the losses' divisors are uneven."""
-        self._trusted.add(self._kind(mark_samples(batch), loss_fn))
+        keep_newest(self._trusted, self._kind(mark_samples(batch), loss_fn), None)
 
     def _kind(self, batch: Any, loss_fn: object) -> tuple[object, ...]:
-        return _identity(loss_fn), tuple([module.training for module in self._modules]), structure_of(batch)
+        lines, objects, values = parts_of_loss(loss_fn)
+        seen = self._values.get(lines)
+        if seen is None:
+            seen = [set[object]() for _ in (*objects, *values)]
+            keep_newest(self._values, lines, seen)
+        loss: list[object] = [lines]
+        for before, value in zip(seen, (*objects, *values), strict=True):
+            if len(before) <= _MOST_VALUES:
+                before.add(value)
+            loss.append(value if len(before) <= _MOST_VALUES else ...)
+        return tuple(loss), tuple(training_flags(self._modules)), structure_of(batch)
 
     def is_due(
         self, batch: Any, loss_fn: object, sizes: Sequence[int], *, is_uneven: bool = False, is_again: bool = False
@@ -98,7 +119,7 @@ class SplitWatch:
             is_uneven: Whether losses were visibly divided by something not proportional to the parts' weights.
             is_again: Whether this is the second call for this batch.
         """
-        if not self.is_on or self.is_simulated:
+        if self._probe is False or self.is_simulated:
             return False
         self._num_split += not is_again
         kind = self._kind(batch, loss_fn)
@@ -107,12 +128,15 @@ class SplitWatch:
             return False
         is_early = self.has_branches and self._num_split <= _NUM_WITH_BRANCHES
         is_time = not is_again and (is_early or self._num_split & (self._num_split - 1) == 0)
-        return self._key not in self._known or self._key in self._refused or is_time
+        record = self._records.get(self._key)
+        return record is None or not record.is_known or record.is_refused or is_time
 
     @property
     def is_new(self) -> bool:
         """Whether to check more rows: the current batch is the first of its kind, or may branch."""
-        return self._key not in self._known or (self.has_branches and self._num_split <= _NUM_WITH_BRANCHES)
+        record = self._records.get(self._key)
+        is_known = record is not None and record.is_known
+        return not is_known or (self.has_branches and self._num_split <= _NUM_WITH_BRANCHES)
 
     def report_deferred(self) -> None:
         """Report what an early check could not establish, now that the parts themselves have run."""
@@ -143,7 +167,7 @@ class SplitWatch:
             )
         is_open = verdict.is_out_of_memory and run.forced is not None and not is_last
         if not verdict.is_out_of_memory:
-            self._verdicts[self._key] = verdict
+            self._record(verdict).verdict = verdict
         if not verdict.exact and ((run.is_cut_anew and run.undo_cut()) or self._tries_larger(run)):
             return not is_open
         if not is_open:
@@ -157,11 +181,17 @@ class SplitWatch:
         Raises:
             MemkitOutOfMemoryError: Same as for `report`.
         """
-        known = self._verdicts.get(self._key)
-        if known is None or known.exact or not run.forced or not self.is_on:
+        record = self._records.get(self._key)
+        if record is None or record.verdict.exact or not run.forced or not self.is_on:
             return
         if not (run.is_cut_anew and run.undo_cut()) and not self._tries_larger(run):
-            self._check_forced(known, run.forced)
+            self._check_forced(record.verdict, run.forced)
+
+    def _record(self, verdict: SplitVerdict) -> _Record:
+        """Return the record of the current key; a new one has this verdict."""
+        record = self._records.get(self._key) or _Record(verdict)
+        keep_newest(self._records, self._key, record)
+        return record
 
     def _tries_larger(self, run: BatchRun) -> bool:
         """Whether a batch that only an earlier step's error has cut is tried as it came."""
@@ -226,8 +256,8 @@ class SplitWatch:
             self._num_uninformative = 0
         because = " (memory ran out, so it was split)" if num_ooms else ""
         if verdict.loss == "rows" and not (forced and self._may_change):
-            self._refused.add(self._key)
-            self._refused_kinds.add((*self._key[:3], verdict.kind))
+            self._record(verdict).is_refused = True
+            keep_newest(self._refused_kinds, (*self._key[:3], verdict.kind), None)
             raise ConfigError(
                 self._call,
                 got=f"{_describe(verdict)} when the batch is split{because}",
@@ -242,8 +272,7 @@ class SplitWatch:
                 "mixes the rows. The rows that were checked now do not show it: their gradients are equal by accident."
             )
             self.say(text, text)
-        self._known.add(self._key)
-        self._verdicts.setdefault(self._key, verdict)  # also if memory prevented the check: nothing is proven
+        self._record(verdict).is_known = True  # also if memory prevented the check: nothing is proven
         if verdict.buffers:
             names = list_some(verdict.buffers, 3)
             text = (
@@ -280,31 +309,6 @@ class SplitWatch:
         if cause not in self._warned:
             self._warned.add(cause)
             warn_user(text)
-
-
-def _identity(fn: object, around: frozenset[int] = frozenset()) -> object:
-    """Return a key that is stable when a loop recreates its lambda, and differs for another function.
-
-    Args:
-        fn: The function.
-        around: By `id`, the functions that hold it: a function may hold itself.
-    """
-    inside = functools.partial(_identity, around=around | {id(fn)})
-    if id(fn) in around:
-        return None
-    if isinstance(fn, functools.partial):
-        return inside(fn.func), tuple(inside(each) for each in (*fn.args, *fn.keywords.values()))
-    if isinstance(fn, types.MethodType):
-        return fn.__func__.__code__ if hasattr(fn.__func__, "__code__") else fn.__func__, id(fn.__self__)
-    if isinstance(fn, types.FunctionType):
-        cells = []
-        for cell in fn.__closure__ or ():
-            try:
-                cells.append(cell.cell_contents)
-            except ValueError:  # a variable without a value yet
-                continue
-        return fn.__code__, tuple(inside(each) for each in cells if callable(each))
-    return (type(fn), id(fn)) if callable(fn) and not isinstance(fn, torch.Tensor) else None
 
 
 def _is_known(error: float | None) -> bool:

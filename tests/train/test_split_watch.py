@@ -1,5 +1,6 @@
 """The wrapper's step, the loop that is kept and SplitLoss check what they split, when it matters, and say it once."""
 
+import functools
 import itertools
 import warnings
 
@@ -119,6 +120,78 @@ def test_another_loss_function_is_looked_at(way):
         with pytest.raises(mk.errors.ConfigError, match=r"off by .* when the batch is split.*cached_backward"):
             train(X, info_nce)
     assert messages(train, [(X, square)] * 3) == []
+
+
+def coupled_or_not(model, x, couples):
+    return info_nce(model, x) if couples else square(model, x)
+
+
+class Switched:
+    """A loss that is an object, made anew in each step."""
+
+    def __init__(self, couples):
+        self.couples = couples
+
+    def __call__(self, model, x):
+        return coupled_or_not(model, x, self.couples)
+
+    def loss(self, model, x):
+        return self(model, x)
+
+
+SWITCHED = {
+    "partial": lambda couples: functools.partial(coupled_or_not, couples=couples),
+    "closure": lambda couples: lambda model, x: coupled_or_not(model, x, couples),
+    "default": lambda couples: lambda model, x, couples=couples: coupled_or_not(model, x, couples),
+    "object": Switched,
+    "method": lambda couples: Switched(couples).loss,
+}
+
+
+@pytest.mark.parametrize("how", SWITCHED)
+@pytest.mark.parametrize("num_before", [2, 5, 20])
+def test_a_loss_function_that_was_given_something_else_is_checked(how, num_before):
+    train = Step(net())
+    assert messages(train, [(X, SWITCHED[how](couples=False)) for _ in range(num_before)]) == []
+    with pytest.raises(mk.errors.ConfigError, match=r"off by .* when the batch is split"):
+        train(X, SWITCHED[how](couples=True))
+
+
+@pytest.mark.parametrize("make", [lambda step: step, lambda step: 1 / step, str, lambda _: Switched(couples=False)])
+def test_a_variable_that_is_another_one_in_each_step_does_not_cause_a_check_in_each(make):
+    train, sizes, looked = Step(net()), Noted(), []
+
+    def annealed(variable, switch=False):
+        def loss_fn(model, x):
+            sizes.append((len(x), variable))
+            return coupled_or_not(model, x, switch)
+
+        return loss_fn
+
+    for step in range(1, 18):
+        sizes.take()
+        train(X, annealed(make(step)))
+        if len(sizes.take()) > 4:
+            looked.append(step)
+    assert looked == [1, 2, 3, 4, 5, 8, 16]
+    with pytest.raises(mk.errors.ConfigError, match=r"off by .* when the batch is split"):  # the others still count
+        train(X, annealed(make(18), switch=True))
+
+
+def test_what_is_noted_of_loss_functions_does_not_grow():
+    trainer, kept = trainer_of(net(), accumulation_steps=2), []
+
+    def count():
+        watch = trainer._split_watch
+        return [len(each) for each in (watch._records, watch._values, watch._trusted, watch._refused_kinds)]
+
+    for step in range(100):
+        code = compile(f"def loss_{step}(model, x): return model(x).square().mean()", "made", "exec")
+        exec(code, made := {})
+        kept.append(made[f"loss_{step}"])
+        trainer.train_step(X, kept[-1])
+        trainer.trust_split(X, kept[-1])
+    assert max(count()) == 64
 
 
 @WAYS
