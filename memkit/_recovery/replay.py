@@ -45,11 +45,11 @@ class Replay:
         self._before = Rollback(self._watch, of_torch=False)
         self._versions = [
             (each, version_of(each))
-            for owner in self._watch.owners
+            for owner in self._before.buffers.owners
             for each in parameters_of(owner).values()
             if each is not None and not (each.is_inference() or is_lazy(each))
         ]
-        self._makeup = Makeup(self._watch.owners)
+        self._makeup = Makeup(self._before.buffers.owners)
         self._as_written.__enter__()
 
     def __exit__(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 _PATIENCE = 10  # clean steps before a larger size is tried again
 _MAX_PATIENCE = 640
 _BEYOND = 4  # multiple of the patience before a size that has failed is tried again
+_MOST_SHAPES = 1024  # of those that ran out of memory, and of the others: texts have ever new lengths
 
 
 @dataclass(slots=True)
@@ -23,11 +23,33 @@ class SizeEntry:
     patience: int = _PATIENCE
 
 
+class _Entries(dict[str, SizeEntry]):
+    """Entries by key, the one used last at the end; a new one makes room, but never at the cost of one that failed."""
+
+    def __missing__(self, key: str) -> SizeEntry:
+        if len(self) >= _MOST_SHAPES:
+            self._forget_oldest(_MOST_SHAPES - 1, failed=False)
+        entry = self[key] = SizeEntry()
+        return entry
+
+    def limit_failed(self) -> None:
+        """Forget the oldest of too many that failed."""
+        self._forget_oldest(_MOST_SHAPES, failed=True)
+
+    def _forget_oldest(self, num_kept: int, *, failed: bool) -> None:
+        keys = [key for key, entry in self.items() if (entry.failed is not None) is failed]
+        for key in keys[: max(0, len(keys) - num_kept)]:
+            del self[key]
+
+
 class SizeMemory:
-    """Known micro-batch sizes. A size counts rows, or elements for packed batches; a key is an input shape."""
+    """Known micro-batch sizes. A size counts rows, or elements for packed batches; a key is an input shape.
+
+    Of shapes that never ran out of memory those used last are known, and apart from them those that did.
+    """
 
     def __init__(self) -> None:
-        self._entries = defaultdict[str, SizeEntry](SizeEntry)
+        self._entries = _Entries()
 
     def largest(self, key: str) -> int | None:
         """Return the largest size expected to fit; None if nothing has ever failed."""
@@ -84,6 +106,7 @@ class SizeMemory:
         if entry.proven >= size:
             entry.proven = 0  # the proven size is out of date: something else has taken memory
         entry.clean = 0
+        self._entries.limit_failed()
 
     def forget(self, key: str) -> None:
         """Forget what ran and what failed, after a step that was refused: the next one tries the whole batch."""
@@ -91,7 +114,10 @@ class SizeMemory:
 
     def note_clean_step(self, key: str) -> None:
         """Record an optimizer step without any failure."""
-        self._entries[key].clean += 1
+        entry = self._entries[key]
+        entry.clean += 1
+        del self._entries[key]
+        self._entries[key] = entry
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
         """Return the state as plain types."""
@@ -99,7 +125,7 @@ class SizeMemory:
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
         """Restore the state from `state_dict`."""
-        self._entries = defaultdict(SizeEntry, {key: SizeEntry(**entry) for key, entry in state.items()})
+        self._entries = _Entries({key: SizeEntry(**entry) for key, entry in state.items()})
 
 
 def _largest(proven: int, failed: int) -> int:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 import threading
 import weakref
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -31,6 +32,7 @@ from memkit._torch.ranks import gathered_parameters
 from memkit._torch.tensors import as_integers, bit_sums, content_sums, is_view, leaf_gradient, version_of
 
 _Key = tuple[nn.Module, str]
+_Reference = weakref.ref[nn.Module]
 _NUM_SEARCHES = 3  # for generators: a forward may create its own
 _COMPARED_BYTES = 2**18  # at a time: a card needs a quarter of it for the results
 _LARGEST_BYTES = 2**26  # of a plain attribute that a trial saves: a codebook, but no replay buffer
@@ -49,9 +51,9 @@ class StateWatch:
 
     Attributes:
         module: The module.
-        owners: All modules whose state is tracked, in a dict for its order; `discover` adds those it finds.
-        restless: Those that it found and whose forwards may change their attributes: until one is seen to leave them
-            unchanged.
+        restless: Modules that `discover` has found, and whose forwards may change their attributes: until one is seen
+            to leave them unchanged. By weak references, like all that is known of modules that the loss function may
+            make anew in each step; in a dict for its order.
         changes_attributes: Whether forwards may change attributes: until one is seen to leave them unchanged.
         is_restless_inside: Whether attributes were seen to differ in the middle of a forward, which may put them back.
         moves_trained: The same for the parameters that are trained.
@@ -65,21 +67,32 @@ class StateWatch:
 
     def __init__(self, module: nn.Module) -> None:
         self.module, self.dropped_bytes = module, 0
-        self.owners = dict.fromkeys(module.modules())
-        self.restless: dict[nn.Module, None] = {}
+        self._own = dict.fromkeys(module.modules())
+        self._found: dict[_Reference, None] = {}
+        self.restless: dict[_Reference, None] = {}
         # torch.compile recompiles, and warns, when it finds a global module hook.
-        self._is_compiled = any(is_compiled(each) for each in self.owners)
+        self._is_compiled = any(is_compiled(each) for each in self._own)
         self.changes_attributes = self.moves_trained = self._watches_attributes = not self._is_compiled
         self.is_restless_inside = self.is_loss_restless_inside = False
         self.loss_fn: object = None
         self.quiet_losses: dict[object, None] = {}
         self.last_quiet: Callable[[], object] = _nothing
         self._has_told_of_held = self._has_told_of_trained = False
-        self._still: dict[_Key, int] = {}
+        self._still: dict[tuple[_Reference, str], int] = {}
         self._generators: dict[int, Any] = {}
         self._num_searches = 0
         self._hook: RemovableHandle | None = None  # the last one
         self.host = random_state.HostState()
+
+    @property
+    def owners(self) -> dict[nn.Module, None]:
+        """All modules whose state is tracked, in a dict for its order: the module's own, and those that were found."""
+        found = map(operator.call, self._found)  # in no step of Python more
+        owners: dict[Any, None] = self._own | dict.fromkeys(found)
+        if None in owners:
+            del owners[None]
+            self._found = dict.fromkeys(map(weakref.ref, list(owners)[len(self._own) :]))
+        return owners
 
     def held(self, *, is_trial: bool) -> Attributes | None:
         """Save what the loss function holds; None if attributes are not looked at, unless it is for a trial."""
@@ -97,8 +110,9 @@ class StateWatch:
         """Save the attributes of networks outside of the model; where the loss function is known, `held` has them."""
         if self.loss_fn is not None or not self._watches_attributes:
             return []
-        roots = self.restless if found is None else (found,)
-        return [(each, Attributes([each], content="versions", is_for_rerun=True)) for each in roots]
+        roots = map(operator.call, self.restless) if found is None else (found,)
+        how: dict[str, Any] = {"content": "versions", "is_for_rerun": True}
+        return [(each, Attributes([each], **how)) for each in roots if each is not None]
 
     def learn_of_held(self, held: Attributes) -> bool:
         """Compare with what was saved before a completed forward; whether all of it is as it was."""
@@ -159,7 +173,7 @@ class StateWatch:
 
     def snapshot(self) -> BufferSnapshot:
         """Copy the buffers, except large ones that an earlier forward left unchanged."""
-        return BufferSnapshot(self.owners, self._still)
+        return BufferSnapshot(self.owners if self._found else self._own, self._still)
 
     def learn(self, snapshot: BufferSnapshot) -> None:
         """Compare with a snapshot taken before a completed forward; drop copies that are not needed."""
@@ -168,14 +182,15 @@ class StateWatch:
                 continue
             now = buffers_of(key[0]).get(key[1])
             if now is not None and _mark(now) == entry.mark and are_same(entry.copy, now):
-                self._still[key] = entry.digest = _digest(entry.copy)
+                self._still = {each: digest for each, digest in self._still.items() if each[0]() is not None}
+                self._still[weakref.ref(key[0]), key[1]] = entry.digest = _digest(entry.copy)
                 self.dropped_bytes += entry.copy.nbytes
                 entry.copy = None
 
     def adopt(self, modules: Iterable[nn.Module], snapshot: BufferSnapshot) -> None:
         """Track more modules, with their buffers as they are now."""
-        found = [each for each in modules if each not in self.owners]
-        self.owners.update(dict.fromkeys(found))
+        found = [each for each in modules if each not in self._own and weakref.ref(each) not in self._found]
+        self._found.update(dict.fromkeys(map(weakref.ref, found)))
         snapshot.add(found, self._still)
 
     @contextlib.contextmanager
@@ -184,9 +199,11 @@ class StateWatch:
         thread = threading.get_ident()  # other threads train models of their own
 
         def notice(module: nn.Module, inputs: Any) -> None:  # noqa: ARG001 - the hook's signature
-            if module not in self.owners and threading.get_ident() == thread:
+            is_known = module in self._own or weakref.ref(module) in self._found
+            if not is_known and threading.get_ident() == thread:
                 self.adopt(module.modules(), rollback.buffers)
-                self.restless[module] = None
+                restless = (*self.restless, weakref.ref(module))
+                self.restless = {each: None for each in restless if each() is not None}
                 rollback.others += self.held_by_others(module)
 
         if self._is_compiled:
@@ -250,14 +267,19 @@ class BufferSnapshot:
     Args:
         owners: The modules that have the buffers.
         still: Buffers that are not copied, with their known digests.
+
+    Attributes:
+        owners: The same modules, without those that `add` takes in.
+        entries: The buffers, by module and name.
     """
 
-    def __init__(self, owners: Iterable[nn.Module], still: Mapping[_Key, int]) -> None:
+    def __init__(self, owners: Collection[nn.Module], still: Mapping[tuple[_Reference, str], int]) -> None:
+        self.owners = owners
         self.entries: dict[_Key, _Entry] = {}
         if holders := list(filter(buffers_of, owners)):
             self.add(holders, still)
 
-    def add(self, owners: Iterable[nn.Module], still: Mapping[_Key, int]) -> None:
+    def add(self, owners: Iterable[nn.Module], still: Mapping[tuple[_Reference, str], int]) -> None:
         """Add the buffers of more modules."""
         holders = list(filter(buffers_of, owners))
         if not holders:
@@ -265,9 +287,9 @@ class BufferSnapshot:
         copied: dict[_Key, torch.Tensor] = {}
         for owner in holders:
             for name, buffer in buffers_of(owner).items():
-                key = owner, name
-                if buffer is None or is_lazy(buffer) or key in still or buffer.layout is not torch.strided:
-                    self.entries[key] = _Entry(buffer, None, mark=_mark(buffer), digest=still.get(key))
+                key, digest = (owner, name), still.get((weakref.ref(owner), name))
+                if buffer is None or is_lazy(buffer) or digest is not None or buffer.layout is not torch.strided:
+                    self.entries[key] = _Entry(buffer, None, mark=_mark(buffer), digest=digest)
                 else:
                     copied[key] = buffer
         values = _all_cloned(list(copied.values())) if copied else []
@@ -518,12 +540,14 @@ class Rollback:
 
     def __init__(self, watch: StateWatch, *, of_torch: bool = True, is_trial: bool = False) -> None:
         self._watch = watch
-        self.buffers, self._modes = watch.snapshot(), training_flags(watch.owners)
+        self.buffers = watch.snapshot()
+        owners = self._owners = self.buffers.owners
+        self._modes = training_flags(owners)
         self.random = RandomNumbers(watch.generators(), of_torch=of_torch, host=watch.host)
         self._is_trial = is_trial
         self._trained: list[tuple[nn.Parameter, Any]] = []
         if is_trial or watch.moves_trained:
-            gathered = gathered_parameters(watch.owners)
+            gathered = gathered_parameters(owners)
             self._trained = [(each, _content_mark(each)) for each in watch.trained() if id(each) not in gathered]
             if gathered and not self._trained:
                 watch.moves_trained = False  # all of them are left to fully_shard
@@ -569,7 +593,7 @@ class Rollback:
         for other in self.others.copy():
             module, held = other
             if not insist(held.differ, "comparing attributes"):
-                self._watch.restless.pop(module, None)
+                self._watch.restless.pop(weakref.ref(module), None)
                 self.others.remove(other)
 
     @contextlib.contextmanager
@@ -593,7 +617,7 @@ class Rollback:
         if self.attributes is not None:
             self.attributes.restore()  # before the buffers: what forward has put in a tensor's place leaves it again
         self.buffers.restore()
-        for module, is_training in zip(self._watch.owners, self._modes, strict=False):  # some were found since
+        for module, is_training in zip(self._owners, self._modes, strict=True):
             if module.training != is_training:
                 module.training = is_training
         self.random.restore()

@@ -71,3 +71,22 @@ def test_never_fewer_parts_than_asked_for(at_least):
     for _ in range(200):
         assert sizes.num_parts("key", 8, at_least) >= at_least
         sizes.note_clean_step("key")
+
+
+def test_ever_new_shapes_do_not_fill_the_memory_and_cost_no_limit_that_was_learnt(monkeypatch):
+    monkeypatch.setattr("memkit._recovery.sizes._MOST_SHAPES", 8)
+    memory = SizeMemory()
+    memory.note_failure("failed", 8)
+    for step in range(100):
+        for key in ("usual", f"length {step}"):
+            memory.note_success(key, 4)
+            memory.note_clean_step(key)
+    assert list(memory.state_dict()) == ["failed", *[f"length {step}" for step in range(93, 99)], "usual", "length 99"]
+    assert memory.largest("failed") == 4
+    assert memory.is_proven("usual", 4)
+    for step in range(100):
+        memory.note_failure(f"failed {step}", 8)
+    assert sum(each["failed"] is not None for each in memory.state_dict().values()) == 8
+    memory.note_success("another", 4)
+    assert memory.largest("failed 92") == 4
+    assert len(memory.state_dict()) <= 16

@@ -3,6 +3,7 @@
 import copy
 import ctypes
 import functools
+import gc
 import itertools
 import random
 import threading
@@ -1141,3 +1142,45 @@ def test_draws_that_cannot_be_replayed_leave_the_random_state():
     with pytest.raises(MemoryError), numbers.again():
         pass
     assert (random.getstate(), own.getstate()) == now
+
+
+def test_networks_that_a_loss_makes_anew_are_not_kept():
+    """In forwards of ever new lengths, each of which is watched: a metric with a large table, made where it is used."""
+    made, model = [], nn.Linear(3, 3)
+    trainer = mk.MemoryEfficientTrainingWrapper(model, torch.optim.SGD(model.parameters(), lr=0.01))
+
+    def loss_fn(model, x):
+        metric = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).requires_grad_(requires_grad=False)
+        metric.register_buffer("table", torch.ones(2**19))
+        made.append(weakref.ref(metric))
+        return metric(model(x).flatten(0, 1)).square().mean()
+
+    for length in range(1, 21):
+        x = torch.randn(2, length, 3)
+        if length % 2:
+            trainer.train_step(x, loss_fn)
+        else:
+            for attempt in trainer.microbatches(x):
+                with attempt as micro:
+                    trainer.backward(loss_fn(model, micro))
+            trainer.step()
+    gc.collect()
+    assert [each() for each in made] == [None] * 20
+    Rollback(watch := trainer._driver.state_watch)
+    assert list(watch.owners) == [model]
+    assert len(watch._found) == len(watch.restless) == 0
+    assert len(watch._still) <= 1
+
+
+def test_a_network_that_a_forward_has_found_stays_watched_as_long_as_it_is_there():
+    model, other = nn.Linear(3, 3), nn.BatchNorm1d(3)
+    watch = StateWatch(model)
+    with Rollback(watch).discover():
+        other(torch.randn(4, 3))
+    assert list(watch.owners) == [model, other]
+    before = [each.clone() for each in other.buffers()]
+    with Rollback(watch).undone():
+        other(torch.randn(4, 3))
+        other.eval()
+    assert_same(list(other.buffers()), before)
+    assert other.training
