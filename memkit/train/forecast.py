@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,14 +28,17 @@ from memkit.train.checkpointing import may_recompute
 from memkit.train.chunked_steps import changes_rows_alone
 from memkit.train.gradients import list_parameters
 from memkit.train.row_sizes import RowSizes, row_sizes, rows_in_turn
-from memkit.train.samples import mark_samples, unmark_samples
-from memkit.train.split import copied, pick_rows, survey, take_rows
+from memkit.train.samples import unmark_samples
+from memkit.train.split import Surveyor, copied, pick_rows, take_rows
+from memkit.train.step_kinds import identity_of, state_of_step
 
 # Not fewer rows, unless a batch has only 3: one row can take another path (BatchNorm refuses it, products become
 # matrix-vector products).
 _FEWER_ROWS, _MORE_ROWS = 2, 4
 _NUM_FRESH = 2  # steps at which the size is chosen: the first one creates the optimizer's state
 _MARGIN = 1 / 16  # of the available memory: alignment, and operators' internal workspace
+_MOST_LOSSES = 32  # that get a forecast of their own
+_MOST_KINDS = 2 * _MOST_LOSSES  # of steps that are kept
 
 
 class _Expected(NamedTuple):
@@ -117,8 +120,30 @@ class Forecast:
         return low
 
 
+@dataclass(slots=True)
+class _Known:
+    """The forecasts for steps of one kind.
+
+    Attributes:
+        forecasts: By the shape of the batch; None where the runs failed.
+        num_rows: By shape, the rows of the widest batch that a forecast knows, up to those run.
+        largest: By shape and kind of size, that of the largest row that a forecast knows.
+        indifferent: Kinds of size on which memory does not depend.
+        plans: By shape, the number of times planned, and the rows that fit.
+    """
+
+    forecasts: dict[str, Forecast | None] = field(default_factory=dict)
+    num_rows: dict[str, int] = field(default_factory=dict)
+    largest: dict[str, dict[Hashable, int]] = field(default_factory=dict)
+    indifferent: set[Hashable] = field(default_factory=set)
+    plans: dict[str, tuple[int, int]] = field(default_factory=dict)
+
+
 class PartPlanner:
     """Chooses the number of parts of a batch so that each fits into the available memory, before any is run.
+
+    Steps with another loss function, with parameters of other sizes or dtypes, with others of them trained, or with
+    modules in other modes take other memory: they are predicted anew.
 
     Args:
         memory: A memory manager, or a budget; None turns prediction off.
@@ -159,13 +184,12 @@ class PartPlanner:
         self._device = device
         self._expected: _Expected | None = None
         self._sum_itemsize = sum_dtype.itemsize if sum_dtype else 0
-        self._forecasts: dict[str, Forecast | None] = {}
+        self._surveyor = Surveyor("MemoryEfficientTrainingWrapper(memory=...)")
+        self._known = _Known()  # of the current kind of step
+        self._kinds: dict[object, _Known] = {}  # the last ones, as loops alternate between losses, or networks
+        self._losses: set[object] = set()
         self._failure, self._has_warned, self._has_warned_of_a_row, self._has_warned_of_more = "", False, False, False
-        self._has_warned_of_sparse = False
-        self._num_rows: dict[str, int] = {}  # shape -> rows of the widest batch that a forecast knows, up to those run
-        self._largest: dict[str, dict[Hashable, int]] = {}  # shape -> kind of size -> of a row that a forecast knows
-        self._indifferent: set[Hashable] = set()  # kinds of size on which memory does not depend
-        self._plans: dict[str, tuple[int, int]] = {}  # shape -> (number of times planned, rows that fit)
+        self._has_warned_of_sparse = self._has_warned_of_losses = False
 
     def in_phase(self, name: str, run: Callable[..., Result], *args: Any) -> Result:
         """Call ``run(*args)`` in a phase of the manager, if there is one."""
@@ -179,11 +203,12 @@ class PartPlanner:
         if self._watch is not None:
             self._watch.mark("oom", note={"num_ooms": num_ooms, "sizes": list(sizes)})
 
-    def num_parts(self, batch: Any, at_least: int, rehearse: Callable[[Any], None]) -> int:
+    def num_parts(self, batch: Any, loss_fn: object, at_least: int, rehearse: Callable[[Any], None]) -> int:
         """Choose how many parts to split a batch into.
 
         Args:
             batch: The batch.
+            loss_fn: The loss function.
             at_least: Minimum number of parts.
             rehearse: Runs forward and backward on a part without side effects; called a few times for each new shape.
         """
@@ -191,9 +216,8 @@ class PartPlanner:
             self._has_warned = True
             warn_user(f"MemoryEfficientTrainingWrapper: memory=... is ignored, because {self._failure}.")
         self._expected = None
-        marked = mark_samples(batch)
         try:
-            num_rows, key, _ = survey(marked)
+            marked, num_rows, key, _ = self._surveyor.survey(batch)
         except InputError as error:  # it may stay whole; splitting it reports the error
             self._failure = (
                 f"the batch cannot be cut: {error.got}. Way out: omit memory=..., set accumulation_steps, and "
@@ -201,17 +225,42 @@ class PartPlanner:
             )
             return at_least
         if num_rows:
+            self._turn_to(loss_fn)
             self._learn(key, marked, num_rows, rehearse)
-        forecast = self._forecasts.get(key)
+        forecast, plans = self._known.forecasts.get(key), self._known.plans
         if forecast is None or num_rows == 0:
             return at_least
-        num_plans, max_rows = self._plans.get(key, (0, 0))
+        num_plans, max_rows = plans.get(key, (0, 0))
         if num_plans < _NUM_FRESH or num_rows > max_rows:
             max_rows = self._plan(forecast, num_rows)
-            self._plans[key] = num_plans + 1, max_rows
+            plans[key] = num_plans + 1, max_rows
         num_parts = max(at_least, math.ceil(num_rows / max_rows))
         self._expect(key, forecast.peak_bytes(math.ceil(num_rows / num_parts)))
         return num_parts
+
+    def _turn_to(self, loss_fn: object) -> None:
+        """Turn to the forecasts for the current kind of step; begin with none if it is new."""
+        loss, kinds = identity_of(loss_fn), self._kinds
+        if loss not in self._losses:
+            if len(self._losses) < _MOST_LOSSES:
+                self._losses.add(loss)
+            else:  # a loop that makes a loss object for each step would get two runs for each, without end
+                loss = None
+                self._warn_of_losses()
+        kind = loss, state_of_step(self._model, self._optimizers)
+        self._known = kinds[kind] = kinds.pop(kind) if kind in kinds else _Known()  # the last one
+        if len(kinds) > _MOST_KINDS:
+            del kinds[next(iter(kinds))]
+
+    def _warn_of_losses(self) -> None:
+        if not self._has_warned_of_losses:
+            self._has_warned_of_losses = True
+            warn_user(
+                f"MemoryEfficientTrainingWrapper: for memory=... the steps of {_MOST_LOSSES} loss functions were "
+                "predicted, each by itself, and there is one more. All further ones are predicted as if they were one, "
+                "so a step may take more than memory=... allows. Way out: make each loss function once, before the "
+                "loop, and pass it to trainer.train_step(batch, loss_fn)."
+            )
 
     def _expect(self, key: str, added_bytes: int) -> None:
         """Note what the next step may take, if it was predicted to fit and the device counts what it takes."""
@@ -229,12 +278,12 @@ class PartPlanner:
         expected, self._expected = self._expected, None
         if expected is None:
             return
-        peak_bytes, forecast = devices.peak_bytes(self._device) or 0, self._forecasts.get(expected.key)
+        peak_bytes, forecast = devices.peak_bytes(self._device) or 0, self._known.forecasts.get(expected.key)
         if forecast is None or peak_bytes <= max(expected.highest_bytes, expected.most_bytes):
             return
         more = (peak_bytes - expected.allocated_bytes) / max(1, expected.added_bytes)
-        self._forecasts[expected.key] = forecast.scaled(max(1.0, more))
-        self._plans.pop(expected.key, None)
+        self._known.forecasts[expected.key] = forecast.scaled(max(1.0, more))
+        self._known.plans.pop(expected.key, None)
         if not self._has_warned_of_more:
             self._has_warned_of_more = True
             warn_user(
@@ -247,12 +296,13 @@ class PartPlanner:
     def _learn(self, key: str, marked: Any, num_rows: int, rehearse: Callable[[Any], None]) -> None:
         """Make a forecast with the largest rows of a batch, if its shape is new, or rows are larger than known ones."""
         found = insist(functools.partial(row_sizes, marked), "looking at a batch for its largest rows")
-        sizes = [each for each in found if each.kind not in self._indifferent]
-        known, largest = self._forecasts.get(key), self._largest.setdefault(key, {})
-        is_wider = min(num_rows, _MORE_ROWS) > self._num_rows.get(key, 0)  # the first one, or after smaller batches
+        of_kind = self._known
+        sizes = [each for each in found if each.kind not in of_kind.indifferent]
+        known, largest = of_kind.forecasts.get(key), of_kind.largest.setdefault(key, {})
+        is_wider = min(num_rows, _MORE_ROWS) > of_kind.num_rows.get(key, 0)  # the first one, or after smaller batches
         if not is_wider and not any(_is_larger(each, largest.get(each.kind, 0)) for each in sizes):
             return
-        self._num_rows[key] = max(min(num_rows, _MORE_ROWS), self._num_rows.get(key, 0))
+        of_kind.num_rows[key] = max(min(num_rows, _MORE_ROWS), of_kind.num_rows.get(key, 0))
         orders = [each.order() for each in sizes]
 
         def take(rows: int) -> Any:
@@ -261,12 +311,12 @@ class PartPlanner:
             return pick_rows(marked, sorted(rows_in_turn(orders, rows)), num_rows=num_rows)
 
         forecast = self._forecast(take, rehearse, num_rows)
-        self._forecasts[key] = forecast if is_wider or forecast is None or known is None else forecast.joined(known)
-        self._plans.pop(key, None)
+        of_kind.forecasts[key] = forecast if is_wider or forecast is None or known is None else forecast.joined(known)
+        of_kind.plans.pop(key, None)
         for each in sizes:
             largest[each.kind] = max(each.largest, largest.get(each.kind, 0))
             if forecast is not None and _may_not_matter(each) and self._takes_the_same(each, marked, rehearse):
-                self._indifferent.add(each.kind)
+                of_kind.indifferent.add(each.kind)
 
     def _takes_the_same(self, sizes: RowSizes, marked: Any, rehearse: Callable[[Any], None]) -> bool:
         """Whether the largest and the smallest rows of a batch take the same memory at each moment."""

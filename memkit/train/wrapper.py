@@ -749,7 +749,7 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing, Overviewed):
 
     def _plan_parts(self, batch: Any, loss_fn: LossFn) -> int:
         return self._part_planner.num_parts(
-            batch, self._accumulation_steps, lambda micro: self._rehearse(micro, loss_fn)
+            batch, loss_fn, self._accumulation_steps, lambda micro: self._rehearse(micro, loss_fn)
         )
 
     def _rehearse(self, micro: Any, loss_fn: LossFn) -> None:

@@ -674,3 +674,114 @@ def test_a_batch_that_cannot_be_cut_says_a_way_out_that_works():
         step(ignoring)
     cut = trainer(accumulation_steps=2, split_fn=lambda batch, n: [Cloud(each) for each in batch.points.chunk(n)])
     assert step(cut).num_microbatches == 2
+
+
+def layers():
+    return nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(6)])
+
+
+def near(model, x):
+    return (model(x) - x).square().mean()
+
+
+def unfreeze(model, _):
+    model.requires_grad_(True)
+
+
+def widen(model, optimizer):
+    """As densification does: other parameters take the places of old ones, in the model and in the optimizer."""
+    for layer, name, shape in ((0, "weight", (1024, 64)), (0, "bias", (1024,)), (2, "weight", (64, 1024))):
+        setattr(model[layer], name, nn.Parameter(torch.randn(shape) / 20))
+    optimizer.param_groups[0]["params"] = list(model.parameters())
+
+
+def begin_to_train(model, _):
+    model.train()
+
+
+def small(model, x):
+    return model(x).square().mean()
+
+
+def of_heads(model, x):
+    return sum((model(x) - each * x).square().mean() for each in range(6))
+
+
+CHANGES = {
+    "unfrozen": (lambda: layers().requires_grad_(False).append(nn.Linear(64, 64)), unfreeze, (near, near)),
+    "larger": (lambda: nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)), widen, (near, near)),
+    "in training mode": (lambda: nn.Sequential(nn.Linear(64, 64), *[nn.Dropout(0.1)] * 20).eval(), begin_to_train,
+                         (near, near)),
+    "another loss": (layers, lambda *_: None, (small, of_heads)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_step_that_changes_is_predicted_anew(change):
+    """The parts are those of a trainer that begins with the step as it is then."""
+    make, apply, (before, after) = CHANGES[change]
+    torch.manual_seed(0)
+    model, x = make(), torch.randn(1024, 64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with mk.MemoryEfficientTrainingWrapper(model, optimizer, memory="4MiB", probe=False) as trainer:
+        first = trainer.train_step(x, before)
+        apply(model, optimizer)
+        changed = [trainer.train_step(x, after).num_microbatches for _ in range(3)]
+    with mk.MemoryEfficientTrainingWrapper(model, optimizer, memory="4MiB", probe=False) as trainer:
+        anew = [trainer.train_step(x, after).num_microbatches for _ in range(3)]
+    assert first.num_microbatches < changed[0]
+    assert changed == anew
+
+
+class Counted(nn.Module):
+    """A linear layer that notes the rows of its runs."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.rows = nn.Linear(8, 8), Noted()
+
+    def forward(self, x):
+        self.rows.append(len(x))
+        return self.linear(x)
+
+
+def num_rehearsed(run, num_steps):
+    """Return how many of the forwards of some steps were of few rows."""
+    model = Counted()
+    trainer = trainer_of(model, memory="1GiB")
+    for number in range(num_steps):
+        run(trainer, number)
+    rows = model.rows.take()
+    assert rows.count(16) == num_steps
+    return len(rows) - num_steps
+
+
+SIXTEEN_ROWS = torch.ones(16, 8)
+
+
+def test_losses_in_turn_are_predicted_once_each():
+    assert num_rehearsed(lambda trainer, number: trainer.train_step(SIXTEEN_ROWS, (near, small)[number % 2]), 12) == 4
+
+
+def test_networks_trained_in_turn_are_predicted_once_each():
+    def run(trainer, number):
+        trainer.model.linear.bias.requires_grad_(number % 2 == 0)
+        trainer.train_step(SIXTEEN_ROWS, near)
+
+    assert num_rehearsed(run, 12) == 4
+
+
+def test_a_lambda_made_anew_in_each_step_is_predicted_once():
+    assert num_rehearsed(lambda trainer, _: trainer.train_step(SIXTEEN_ROWS, lambda model, x: near(model, x)), 50) == 2
+
+
+class Near:
+    def __call__(self, model, x):
+        return near(model, x)
+
+
+def test_loss_objects_made_anew_in_each_step_are_predicted_a_few_times_and_told():
+    losses = [Near() for _ in range(80)]
+    with pytest.warns(mk.MemkitWarning, match=r"32 loss functions.*there is one more.*before the loop") as told:
+        assert num_rehearsed(lambda trainer, number: trainer.train_step(SIXTEEN_ROWS, losses[number]), 80) == 2 * 33
+    assert len(told) == 1
