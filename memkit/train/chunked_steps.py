@@ -241,6 +241,7 @@ class ChunkedStep:
                 self._begin(optimizer)
             if self._work:  # else everything was stepped in one piece
                 self._step_chunks(self._work)
+                self._num_before, self._work = self.num_stepped, []  # others may take their places before the next step
         except Exception:
             raise
         except BaseException:  # an interrupt not raised by a signal
@@ -253,11 +254,13 @@ class ChunkedStep:
 
     def _begin(self, optimizer: Optimizer) -> None:
         """Step in one piece where an interrupted step can be resumed; otherwise plan the chunks."""
-        journal = self._journal
         if self._only_once and not self._ran_out_of_memory:
-            if journal is None or not journal.describes(optimizer):
+            journal = self._journal
+            if journal is None or not journal.begin(optimizer):
                 journal = self._journal = StepJournal.of(optimizer)
-            if journal is not None and journal.begin():
+                if journal is not None:
+                    journal.begin(optimizer)
+            if journal is not None:
                 self._step_whole(optimizer, journal)
                 return
         self._work = self._plan()
@@ -268,7 +271,7 @@ class ChunkedStep:
             watched = journal.watched
             outcome = attempt(step, optimizer) if watched is None else attempt(watched.run, step, optimizer)
             if isinstance(outcome, Done):
-                self._num_before, self._work = len(journal.parameters), []
+                self._num_before, self._work = journal.num_parameters, []
             else:
                 self._ooms.num += 1
                 self._ran_out_of_memory = True  # from now on in chunks, whose old values are kept
@@ -279,10 +282,9 @@ class ChunkedStep:
 
     def _rest(self, journal: StepJournal) -> list[_Work]:
         """Return the remaining work of an interrupted step."""
-        journal.cut_off(self._optimizer)
-        self._num_before = journal.num_done
-        done = [parameter for _, parameter in journal.parameters[: journal.num_done]]
-        begun = [_Work(each.group, [each.parameter], progress=each.progress) for each in journal.interrupted]
+        done, interrupted = journal.cut_off(self._optimizer)
+        self._num_before = len(done)
+        begun = [_Work(each.group, [each.parameter], progress=each.progress) for each in interrupted]
         return begun + self._plan({id(each) for each in (*done, *(each.parameters[0] for each in begun))})
 
     def _plan(self, without: Collection[int] = ()) -> list[_Work]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -42,6 +43,14 @@ def given_optimizers(call: str, optimizer: object) -> list[Optimizer]:
 
 
 _is_trainable: Callable[[torch.Tensor], bool] = operator.attrgetter("requires_grad")
+_groups_of: Callable[[Optimizer], list[dict[str, Any]]] = operator.attrgetter("param_groups")
+_listed_in: Callable[[dict[str, Any]], list[torch.Tensor]] = operator.itemgetter("params")
+
+
+def parameters_in_order(*optimizers: Optimizer) -> list[torch.Tensor]:
+    """List all parameters of the optimizers in the order of their groups, also those that are frozen."""
+    groups = itertools.chain.from_iterable(map(_groups_of, optimizers))
+    return list(itertools.chain.from_iterable(map(_listed_in, groups)))
 
 
 def list_parameters(optimizers: Sequence[Optimizer]) -> list[nn.Parameter]:

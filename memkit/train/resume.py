@@ -9,7 +9,6 @@ step runs again, for one parameter after the other, and skips the operators alre
 
 from __future__ import annotations
 
-import itertools
 import operator
 import weakref
 from collections import Counter
@@ -26,6 +25,7 @@ from memkit._torch.dispatch import LeanDispatchMode, current_modes, num_modes
 from memkit._torch.fake import FakeTensor
 from memkit._torch.operators import kernel_of, schema_of
 from memkit._torch.tensors import live_versions, share_versions, version_of, versions_tell_together
+from memkit.train.gradients import parameters_in_order
 from memkit.train.parameterwise import ELEMENTWISE, Group, known_kind, step_group, steps_together, writes_gradients
 
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, FakeTensor))  # a simulated step takes the real one's path
@@ -47,94 +47,106 @@ class Interrupted(NamedTuple):
 
 
 class StepJournal:
-    """The parameters that an optimizer steps, in the order of the step, and where the current step was interrupted.
+    """The parameters that an optimizer steps, in the order of the step, and how far the current step has come.
 
-    It does not keep the state alive, so another one may be loaded.
+    Between steps it keeps neither parameters nor state alive, so others may take their places. It knows parameters by
+    their `id`, since what has a weak reference is not swapped (`torch.utils.swap_tensors`, and with it some ways of
+    `load_state_dict`): a parameter in the place and with the state of an old one is stepped like it.
 
     Args:
-        entries: The parameters with a gradient, with their groups and states.
-        others: The optimizer's parameters without a gradient.
+        entries: The parameters with a gradient: their places among all, groups and states.
+        listed: All of the optimizer's parameters.
 
     Attributes:
-        parameters: Those with a gradient, with their groups.
-        num_done: Number of parameters that were stepped before the step was interrupted.
-        interrupted: The parameters after these that were begun: one, or those of a group that is stepped at once.
+        num_parameters: Number of parameters with a gradient.
         watched: What must run the step that has begun, and counts its operators; None where versions tell.
     """
 
     def __init__(
-        self, entries: Sequence[tuple[Group, torch.Tensor, dict[str, torch.Tensor]]], others: list[torch.Tensor]
+        self, entries: Sequence[tuple[int, Group, dict[str, torch.Tensor]]], listed: Sequence[torch.Tensor]
     ) -> None:
-        self.parameters, self._others = [(group, parameter) for group, parameter, _ in entries], others
-        self.num_done, self.interrupted = 0, list[Interrupted]()
-        self._is_together = any(steps_together(group) for group, _ in self.parameters)
-        self._is_fused = any(group.get("fused") for group, _ in self.parameters)
+        self.num_parameters = len(entries)
         self.watched: CountApplied | None = None
-        self._shares_versions = share_versions([each for _, one, state in entries for each in (one, *state.values())])
+        self._ids, self._places = list(map(id, listed)), [place for place, _, _ in entries]
+        self._others = sorted(set(range(len(listed))).difference(self._places))  # places of those without a gradient
+        self._is_together = any(steps_together(group) for _, group, _ in entries)
+        self._is_fused = any(group.get("fused") for _, group, _ in entries)
+        self._shares_versions = share_versions(
+            [each for place, _, state in entries for each in (listed[place], *state.values())]
+        )
         # The parameters that are stepped by the same operators, by the first of them, which speaks for all: to read
         # hundreds of versions takes longer than all else.
         self._alike: dict[int, list[int]] = {}
         firsts: dict[int, int] = {}
-        for number, (group, _, _) in enumerate(entries):
+        for number, (_, group, _) in enumerate(entries):
             first = firsts.setdefault(id(group), number) if steps_together(group) else number
             self._alike.setdefault(first, []).append(number)
-        # For each tensor of these: its parameter's index, its name.
-        self._keys = [(first, name) for first in self._alike for name in ("", *entries[first][2])]
-        tensors = [each for first in self._alike for each in (entries[first][1], *entries[first][2].values())]
-        self._tensors = [_reference(each, name) for (_, name), each in zip(self._keys, tensors, strict=True)]
-        self._versions: list[int] = []
-        # The last parameter's last tensor, with its name.
-        lasts = [{"": parameter, **state} for _, parameter, state in entries[-1:]]
-        self._last = [(name, _reference(each, name)) for each_state in lasts for name, each in each_state.items()][-1:]
+        self._first_places = [self._places[first] for first in self._alike]
+        # For each tensor of the state of these: its parameter's index, its name.
+        self._keys = [(first, name) for first in self._alike for name in entries[first][2]]
+        self._state = [weakref.ref(entries[first][2][name]) for first, name in self._keys]
+        self._versions: list[int] = []  # of the first parameters, then of their state
+        # The last tensor of the last parameter's state, with its name.
+        lasts = [(name, weakref.ref(each)) for _, _, state in entries[-1:] for name, each in state.items()]
+        self._last = lasts[-1] if lasts else None
 
     @classmethod
     def of(cls, optimizer: Optimizer) -> StepJournal | None:
         """Make a journal; None if the next step cannot be resumed."""
         if not _num_resumable(optimizer):
             return None
-        entries, others = [], []
+        entries, listed = list[tuple[int, Group, dict[str, torch.Tensor]]](), list[torch.Tensor]()
         for group in optimizer.param_groups:
             kinds = set()
             for parameter in group["params"]:
+                listed.append(parameter)
                 if parameter.grad is None:
-                    others.append(parameter)
                     continue
                 state = _complete_state(optimizer, group, parameter)
                 if state is None:
                     return None
-                entries.append((group, parameter, state))
+                entries.append((len(listed) - 1, group, state))
                 kinds.add((parameter.device, parameter.dtype))
             if len(kinds) > 1 and steps_together(group):  # one kind after the other, in no known order
                 return None
-        return cls(entries, others)
+        return cls(entries, listed)
 
-    def describes(self, optimizer: Optimizer) -> bool:
-        """Return whether the optimizer still steps these parameters, with this state."""
-        if _num_resumable(optimizer) != len(self.parameters) + len(self._others):
+    def begin(self, optimizer: Optimizer) -> bool:
+        """Record the versions before a step; return False if it steps other parameters now, or with other state."""
+        if _num_resumable(optimizer) != len(self._ids):
             return False
-        if not self.parameters or (self._others and any(each.grad is not None for each in self._others)):
+        listed = parameters_in_order(optimizer)
+        if list(map(id, listed)) != self._ids:
             return False
-        last, ((name, noted),) = self.parameters[-1][1], self._last
-        return noted() is ((optimizer.state.get(last) or {}).get(name) if name else last)
-
-    def begin(self) -> bool:
-        """Record the versions before a step; return False if some state is gone."""
+        if self._others and any(listed[place].grad is not None for place in self._others):
+            return False
+        if self._last is not None:
+            name, noted = self._last
+            if (optimizer.state.get(listed[self._places[-1]]) or {}).get(name) is not noted():
+                return False
+        versions = live_versions(self._state)
+        if versions is None:
+            return False
+        self._versions = [*map(version_of, map(listed.__getitem__, self._first_places)), *versions]
         leaves_versions = self._is_fused or (self._is_together and (num_modes() or not versions_tell_together()))
         self.watched = CountApplied() if leaves_versions or self._shares_versions else None
-        versions = live_versions(self._tensors)
-        self._versions = versions or []
-        return versions is not None
+        return True
 
-    def cut_off(self, optimizer: Optimizer) -> None:
+    def cut_off(self, optimizer: Optimizer) -> tuple[list[torch.Tensor], list[Interrupted]]:
         """Find where a step was interrupted.
+
+        Returns:
+            The parameters that were stepped before; and those after them that were begun: one, or those of a group that
+            is stepped at once.
 
         Raises:
             StateError: A state tensor was replaced in the meantime, so the progress is unknown.
         """
-        applied: dict[int, Progress] = {}
-        for (first, name), noted, version in zip(self._keys, self._tensors, self._versions, strict=True):
-            parameter = self.parameters[first][1]
-            tensor = optimizer.state.get(parameter, {}).get(name) if name else parameter
+        listed = [(group, parameter) for group in optimizer.param_groups for parameter in group["params"]]
+        parameters = [listed[place] for place in self._places]
+        tensors = [(first, "", parameters[first][1]) for first in self._alike]
+        for (first, name), noted in zip(self._keys, self._state, strict=True):
+            tensor = optimizer.state.get(parameters[first][1], {}).get(name)
             if tensor is not noted() or tensor is None:
                 raise StateError(
                     "optimizer.step()",
@@ -142,29 +154,24 @@ class StepJournal:
                     expected="an optimizer that changes its state in place",
                     fix="resume from the last checkpoint.",
                 )
+            tensors.append((first, name, tensor))
+        applied: dict[int, Progress] = {}
+        for (first, name, tensor), version in zip(tensors, self._versions, strict=True):
             num = version_of(tensor) - version if self.watched is None else self.watched.counts[id(tensor)]
             for number in self._alike[first] if num else ():
                 applied.setdefault(number, {})[name] = num
-        self.num_done = 0
+        num_done = 0
         if applied:
-            last = max(applied)
-            group = self.parameters[last][0]
-            self.num_done = (
-                last if not steps_together(group) else [id(each) for each, _ in self.parameters].index(id(group))
-            )
-        self.interrupted = [
-            Interrupted(*self.parameters[number], progress)
-            for number, progress in applied.items()
-            if number >= self.num_done
+            num_done = max(applied)
+            group = parameters[num_done][0]
+            if steps_together(group):
+                num_done = [id(each) for each, _ in parameters].index(id(group))
+        begun = [
+            Interrupted(*parameters[number], progress)
+            for number, progress in sorted(applied.items())
+            if number >= num_done
         ]
-
-
-def _reference(tensor: torch.Tensor, name: str) -> Callable[[], torch.Tensor | None]:
-    """Return a weak reference to state; parameters, which the journal keeps, would not swap beside one.
-
-    `torch.utils.swap_tensors`, and with it some ways of `load_state_dict`, refuses tensors with weak references.
-    """
-    return weakref.ref(tensor) if name else itertools.repeat(tensor).__next__
+        return [parameter for _, parameter in parameters[:num_done]], begun
 
 
 def go_on(optimizer: Optimizer, group: Group, parameter: torch.Tensor, progress: Progress) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import operator
 import types
 from collections.abc import Callable, Sequence
@@ -14,13 +13,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 from memkit._torch.modules import children_of, parameters_of, training_flags
+from memkit.train.gradients import parameters_in_order
 
 ParameterMarks: TypeAlias = tuple[tuple[torch.Size, torch.dtype, bool], ...]
 
 _marks_of: Callable[[Any], tuple[torch.Size, torch.dtype, bool]] = operator.attrgetter(
     "shape", "dtype", "requires_grad"
 )
-_listed_in: Callable[[dict[str, Any]], list[torch.Tensor]] = operator.itemgetter("params")
+_is_there = functools.partial(operator.is_not, None)
 
 
 def identity_of(fn: object, around: frozenset[int] = frozenset()) -> object:
@@ -63,13 +63,8 @@ def state_of_step(model: nn.Module, optimizers: Sequence[Optimizer]) -> tuple[Pa
             if child is not None and id(child) not in known:
                 known.add(id(child))
                 modules.append(child)
-    groups = itertools.chain.from_iterable(map(operator.attrgetter("param_groups"), optimizers))
-    listed = itertools.chain(parameters, itertools.chain.from_iterable(map(_listed_in, groups)))
     modes = tuple(training_flags(modules))
     try:
-        return tuple(map(_marks_of, filter(_is_there, listed))), modes
+        return tuple(map(_marks_of, filter(_is_there, (*parameters, *parameters_in_order(*optimizers))))), modes
     except RuntimeError:  # a lazy one has no shape
         return None, modes
-
-
-_is_there = functools.partial(operator.is_not, None)

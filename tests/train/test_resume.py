@@ -1,6 +1,10 @@
 """A step interrupted between two of its operators resumes there, without copies, with a bit-identical result."""
 
+import contextlib
 import copy
+import functools
+import gc
+import weakref
 
 import pytest
 import torch
@@ -282,8 +286,7 @@ class TestCopies:
         assert not num_copies(parameters, optimizer, guard)
         journal = next(iter(guard._chunked))._journal
         optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-        assert not journal.begin()  # its tensors are gone
-        assert not journal.describes(optimizer)
+        assert not journal.begin(optimizer)  # its tensors are gone
         give_gradients(parameters)
         twins, twin = make("adamw")
         twin.load_state_dict(copy.deepcopy(optimizer.state_dict()))
@@ -309,8 +312,10 @@ class TestCopies:
         """At the first of each group: to read the versions of all would take longer than the rest of the journal."""
         parameters, optimizer = make(f"adamw{TOGETHER}")
         alone, together = (StepJournal.of(make(name)[1]) for name in ("adamw", f"adamw{TOGETHER}"))
-        assert len(alone._tensors) == 4 * len(parameters)
-        assert len(together._tensors) == 4 * len(optimizer.param_groups)
+        assert len(alone._first_places) == len(parameters)
+        assert len(alone._state) == 3 * len(parameters)
+        assert len(together._first_places) == len(optimizer.param_groups)
+        assert len(together._state) == 3 * len(optimizer.param_groups)
 
     def test_replaced_state_of_a_parameter_that_others_speak_for(self):
         after, _ = expected(f"adamw{TOGETHER}")
@@ -332,9 +337,53 @@ class TestCopies:
             if number < 2:
                 parameters[3].grad = None
             elif number == 2:
-                assert not next(iter(guard._chunked))._journal.describes(optimizer)
+                assert not next(iter(guard._chunked))._journal.begin(optimizer)
             guarded(optimizer, guard)
         assert optimizer.state[parameters[3]]["step"] == 2
+
+
+def replace_first(parameters, optimizer):
+    """As densification does: another parameter, with the same state. The old one is returned."""
+    old = parameters[0]
+    parameters[0] = optimizer.param_groups[0]["params"][0] = nn.Parameter(old.detach().clone())
+    parameters[0].grad = old.grad
+    if old in optimizer.state:
+        optimizer.state[parameters[0]] = optimizer.state.pop(old)
+    return old
+
+
+@pytest.mark.parametrize("way", ["in one piece", "in chunks", "out of memory"])
+@pytest.mark.parametrize("name", ["sgd", "adamw", f"adamw{TOGETHER}"])
+def test_a_replaced_parameter_is_let_go_before_the_next_step(name, way):
+    parameters, optimizer = make(name, num_steps=0 if way == "in chunks" else 6)
+    guard = StepGuard([optimizer])
+    with FailingOperator(2) if way == "out of memory" else contextlib.nullcontext():
+        guarded(optimizer, guard)
+    assert guard.has_stepped
+    old = weakref.ref(replace_first(parameters, optimizer))
+    gc.collect()
+    assert old() is None
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+def test_a_step_with_a_replaced_parameter_resumes(name):
+    def stepped(is_guarded, place=None):
+        parameters, optimizer = make(name)
+        guard = StepGuard([optimizer])
+        step = functools.partial(guarded, optimizer, guard) if is_guarded else optimizer.step
+        step()
+        old = replace_first(parameters, optimizer)  # it stays, so that nothing else gets its place
+        give_gradients(parameters)
+        with FailingOperator(place) if is_guarded else contextlib.nullcontext() as counter:
+            step()
+        assert old is not parameters[0]
+        return bits(parameters, optimizer), counter
+
+    after, _ = stepped(is_guarded=False)
+    whole, counter = stepped(is_guarded=True)
+    assert_same(whole, after)
+    for place in range(1, counter.num_operators + 1):
+        assert_same(stepped(is_guarded=True, place=place)[0], after)
 
 
 def test_parameters_swap_between_steps():
