@@ -57,7 +57,7 @@ from memkit.predict.plan.trial import Arrange, Arrangement, StepBytes, StepTrial
 from memkit.predict.words import PLAN_WORDS
 from memkit.predict.worst_batch import WorstBatch, find_worst_batch
 from memkit.recipes.order import ResumableLoader
-from memkit.recipes.planned_kinds import RehearsedBatches, suit_all
+from memkit.recipes.planned_kinds import RehearsedBatches, RehearsedStep, suit_all
 from memkit.train.checkpointing import auto_blocks
 from memkit.train.checks import Caller
 from memkit.train.gradients import gradients_set_aside
@@ -406,11 +406,12 @@ def _tried(
 
 
 class PreparedTrainer(MemoryEfficientTrainingWrapper):
-    """The wrapper that `prepare` returns. It warns once of a batch of shapes that the plan was not rehearsed with.
+    """The wrapper that `prepare` returns. It warns once of a batch, or a step, that the plan was not rehearsed with.
 
     Attributes:
         plan: The plan that it follows.
         rehearsed: The batches that the plan was rehearsed with.
+        rehearsed_step: The loss function and the parameters that it was rehearsed with.
 
     Example:
         >>> import torch
@@ -424,15 +425,18 @@ class PreparedTrainer(MemoryEfficientTrainingWrapper):
 
     plan: TrainingPlan
     rehearsed: RehearsedBatches
+    rehearsed_step: RehearsedStep
 
     def train_step(self, batch: Any, loss_fn: LossFn) -> StepResult:
         """Run one optimizer step on a batch, as `MemoryEfficientTrainingWrapper.train_step` does."""
         self.rehearsed.look_at(batch)
+        self.rehearsed_step.look_at(loss_fn)
         return super().train_step(batch, loss_fn)
 
     def microbatches(self, batch: Any) -> Iterator[Attempt | CheckAttempt]:
         """Yield attempts at the micro-batches of a batch, as `MemoryEfficientTrainingWrapper.microbatches` does."""
         self.rehearsed.look_at(batch)
+        self.rehearsed_step.look_at()
         yield from super().microbatches(batch)
 
 
@@ -484,8 +488,9 @@ def prepare(
         number of micro-batches.
 
     Warns:
-        MemkitWarning: As for `plan_training`. From the steps, once: a batch is larger than ``sample_batch``, or has
-            shapes that no batch of the loader had, so that its memory is not known.
+        MemkitWarning: As for `plan_training`. From the steps, once each, if their memory is not known: a batch is
+            larger than ``sample_batch``, or has shapes that no batch of the loader had; the loss function is another,
+            or parameters have other sizes or dtypes or are trained that were not.
 
     Raises:
         ConfigError: As for `plan_training`.
@@ -538,6 +543,7 @@ def prepare(
         **plan.wrapper_settings(),
     )
     trainer.plan, trainer.rehearsed = plan, rehearsed
+    trainer.rehearsed_step = RehearsedStep(loss_fn, model, optimizers)
     if plan.is_split_exact:
         trainer.trust_split(batch, loss_fn)  # a check would need more memory than the plan's budget
     return trainer

@@ -1,4 +1,4 @@
-"""Batches that a plan is rehearsed with: it is made stronger until all kinds of a loader fit; others are noticed."""
+"""Rehearsals of a plan: it is made stronger until all kinds of a loader fit; other batches and steps are told."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from functools import partial
 from typing import Any, TypeAlias
 
 import torch
+from torch import nn
+from torch.optim import Optimizer
 
 from memkit._core.errors import warn_user
 from memkit.predict.batch_kinds import Path, tensors_of
@@ -16,6 +18,8 @@ from memkit.predict.plan.search import fastest, micro_batch_counts, search
 from memkit.predict.plan.speeds import Untimed
 from memkit.predict.plan.trial import Arrangement, PlannedTreatment, StepTrials, Trial
 from memkit.predict.worst_batch import WorstBatch
+from memkit.train.split import batch_fingerprint
+from memkit.train.step_kinds import ParameterMarks, identity_of, state_of_step, wording_of
 
 _Sizes: TypeAlias = dict[Path, tuple[torch.dtype, tuple[int, ...]]]
 _STRENGTH: dict[PlannedTreatment, int] = {"selective": 0, "full": 1, "offload": 2}
@@ -33,13 +37,18 @@ class RehearsedBatches:
 
     def __init__(self, batches: Iterable[Any], *, is_loader: bool) -> None:
         self._sizes, self._is_loader, self._is_told = list(map(_sizes_of, batches)), is_loader, False
+        self._last: object = None  # the fingerprint of a batch that is one of them
 
     def look_at(self, batch: Any) -> None:
         """Warn, once, of a batch that may take more memory than the plan."""
         if self._is_told:
             return
+        _, fingerprint = batch_fingerprint(batch)
+        if fingerprint is not None and fingerprint == self._last:
+            return
         sizes = _sizes_of(batch)
         if sizes in self._sizes or (not self._is_loader and _is_within(sizes, self._sizes[0])):
+            self._last = fingerprint
             return
         self._is_told = True
         known = {each for sizes in self._sizes for each in sizes.items()}
@@ -50,6 +59,57 @@ class RehearsedBatches:
             "the budget. The gradient is the same. Way out: plan with a loader of all kinds of batch, or "
             "make batches of fewer shapes, such as lengths padded to multiples of 64."
         )
+
+
+class RehearsedStep:
+    """The loss function and the parameters that a plan was rehearsed with. The first step with others is told.
+
+    A plan holds, too, when some of the parameters are no longer trained, and for a loss function of the same text.
+
+    Args:
+        loss_fn: The loss function.
+        model: The model.
+        optimizers: Its optimizers.
+    """
+
+    def __init__(self, loss_fn: object, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        self._model, self._optimizers, self._is_told = model, optimizers, False
+        loss = identity_of(loss_fn)
+        self._loss, self._text = loss, wording_of(loss)
+        self._parameters, _ = state_of_step(model, optimizers)
+
+    def look_at(self, loss_fn: object = None) -> None:
+        """Warn, once, of a step that may take more memory than the plan.
+
+        Args:
+            loss_fn: Its loss function; None if the caller owns the loop.
+        """
+        if self._is_told:
+            return
+        changes = []
+        if callable(loss_fn) and (loss := identity_of(loss_fn)) != self._loss:
+            if wording_of(loss) == self._text:
+                self._loss = loss
+            else:
+                changes.append("it has another loss function")
+        parameters, _ = state_of_step(self._model, self._optimizers)
+        if parameters != self._parameters and not _take_no_more(parameters, self._parameters):
+            changes.append("parameters have other sizes or dtypes, or are trained that were not")
+        if not changes:
+            return
+        self._is_told = True
+        warn_user(
+            f"prepare(...): the step is not the one that was planned: {', and '.join(changes)}. It may take more "
+            "memory than the budget. Way out: plan it as it is now, trainer.close(); trainer = mk.prepare(model, "
+            "optimizer, batch, loss_fn, budget=...)."
+        )
+
+
+def _take_no_more(parameters: ParameterMarks | None, planned: ParameterMarks | None) -> bool:
+    """Return whether parameters are those of a plan, with some of them no longer trained."""
+    if parameters is None or planned is None or len(parameters) != len(planned):
+        return False
+    return all(now[:2] == then[:2] and now[2] <= then[2] for now, then in zip(parameters, planned, strict=True))
 
 
 def _sizes_of(batch: Any) -> _Sizes:

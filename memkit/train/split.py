@@ -82,7 +82,7 @@ class Surveyor:
         Raises:
             InputError: Its tensors have no common number of rows.
         """
-        tensors, fingerprint = _fingerprint(batch)
+        tensors, fingerprint = batch_fingerprint(batch)
         known, size, key = self._last
         if fingerprint is not None and fingerprint == known:
             return batch, size, key, tensors
@@ -92,7 +92,7 @@ class Surveyor:
         return marked, size, key, tensors
 
 
-def _fingerprint(batch: Any) -> tuple[list[Any], object]:
+def batch_fingerprint(batch: Any) -> tuple[list[Any], object]:
     """Return a batch's entries, and everything that its survey depends on; None unless all entries are tensors."""
     kind = type(batch)
     columns = batch.values() if kind is dict else batch if kind is tuple or kind is list else (batch,)

@@ -48,6 +48,16 @@ def identity_of(fn: object, around: frozenset[int] = frozenset()) -> object:
     return (type(fn), id(fn)) if callable(fn) and not isinstance(fn, torch.Tensor) else None
 
 
+def wording_of(identity: object) -> object:
+    """Return what an `identity_of` shares with those of the same text elsewhere, with other objects of equal types."""
+    if isinstance(identity, types.CodeType):
+        constants = [wording_of(each) if isinstance(each, types.CodeType) else each for each in identity.co_consts]
+        return identity.co_code, identity.co_names, identity.co_varnames, constants
+    if isinstance(identity, tuple):
+        return tuple(wording_of(each) for each in identity if not isinstance(each, int))
+    return identity
+
+
 def state_of_step(model: nn.Module, optimizers: Sequence[Optimizer]) -> tuple[ParameterMarks | None, tuple[bool, ...]]:
     """Return what a step's memory depends on besides its loss and its batch: it may change while training goes on.
 

@@ -5,6 +5,7 @@ import copy
 import gc
 import json
 import re
+import warnings
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -26,7 +27,7 @@ from memkit.recipes.planned import plan_training, prepare
 from memkit.recipes.report import write_report
 from memkit.train.wrapper import MemoryEfficientTrainingWrapper
 from tests.allocations import trace_allocations
-from tests.helpers import Noted, assert_refused, assert_same
+from tests.helpers import FunctionsEntered, Noted, assert_refused, assert_same
 from tests.toys import Residual, mean_square
 
 
@@ -907,3 +908,69 @@ def test_plans_are_the_same_in_inference_mode(monkeypatch):
         assert torch.is_inference_mode_enabled()
     assert inside.required_bytes == plan.required_bytes
     assert inside.accumulation_steps == plan.accumulation_steps
+
+
+def with_penalty(model, batch):
+    return loss_fn(model, batch) + sum(each.square().sum() for each in model.parameters())
+
+
+def replace_head(model, optimizer):
+    model[-1] = nn.Linear(64, 500)
+    optimizer.param_groups[0]["params"][-2:] = model[-1].parameters()
+
+
+STEP_CHANGES = {
+    "unfrozen": (lambda model, _: model.requires_grad_(True), loss_fn, "or are trained that were not"),
+    "larger": (replace_head, loss_fn, "parameters have other sizes"),
+    "another loss": (lambda *_: None, with_penalty, "it has another loss function"),
+    "another loss, unfrozen": (
+        lambda model, _: model.requires_grad_(True), with_penalty, "another loss function, and parameters have",
+    ),
+    "frozen": (lambda model, _: model[1].requires_grad_(False), loss_fn, None),
+    "the same text": (lambda *_: None, lambda model, batch: by_lambda(model, batch), None),
+}  # fmt: skip
+
+
+def by_lambda(model, batch):
+    return loss_fn(model, batch)
+
+
+@pytest.mark.parametrize("change", STEP_CHANGES)
+def test_a_step_that_was_not_planned_is_told_once(change):
+    """A plan holds for a step that trains fewer parameters, and for a lambda that is written once more."""
+    apply, other_loss, told = STEP_CHANGES[change]
+    planned_loss = (lambda model, batch: by_lambda(model, batch)) if told is None and change != "frozen" else loss_fn
+    model, batch = make_model(), digits()
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    trainer = prepare(model, optimizer, batch, planned_loss, budget="64MiB", micro_batch_size=6, probe=False)
+    with warnings.catch_warnings(record=True, action="always") as warned:
+        trainer.train_step(batch, planned_loss)
+        assert not warned
+        apply(model, optimizer)
+        for _ in range(3):
+            trainer.train_step(batch, other_loss)
+    messages = [str(each.message) for each in warned if "the step is not the one that was planned" in str(each.message)]
+    assert len(messages) == (told is not None)
+    assert all(told in each and "mk.prepare(model, optimizer, batch, loss_fn, budget=...)" in each for each in messages)
+
+
+def test_a_loop_of_ones_own_is_told_of_unfrozen_layers():
+    model, batch = make_model().requires_grad_(False), digits()
+    model[-1].requires_grad_(True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    trainer = prepare(model, optimizer, batch, loss_fn, budget="64MiB", probe=False)
+    model.requires_grad_(True)
+    with pytest.warns(MemkitWarning, match="trained that were not"):
+        attempt = next(trainer.microbatches(batch))
+    assert not attempt.is_check
+
+
+def test_a_warm_prepared_step_enters_few_functions():
+    model, batch = make_model(), (torch.ones(4, 8, 64), torch.zeros(4, 8, dtype=torch.long))
+    trainer = prepare(model, torch.optim.SGD(model.parameters(), lr=0.01), batch, loss_fn, budget="64MiB")
+    for _ in range(5):
+        trainer.train_step(batch, loss_fn)
+    with FunctionsEntered() as entered:
+        trainer.train_step(batch, loss_fn)
+    assert len(entered.own) <= 111
