@@ -7,16 +7,45 @@ import functools
 import types
 import weakref
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
+from memkit._core.recent import keep_newest
+
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device)
-_SWITCHES = (type(None), bool, str)
+SWITCHES = (type(None), bool, str)
+LossParts: TypeAlias = tuple[tuple[object, ...], list[object], list[object]]
 _FUNCTIONS = (types.FunctionType, functools.partial)
+_MOST_VALUES = 4  # of a variable, before it counts as one that changes all the time: a step, an annealed weight
 
 
-def parts_of_loss(loss_fn: object) -> tuple[tuple[object, ...], list[object], list[object]]:
+class LossKinds:
+    """Tells loss functions apart: by their lines, and by the values and objects that they are made from.
+
+    From its fifth value on, a variable counts as one that changes all the time, as a step's number does, or a criterion
+    that is made anew in each step: then its values make no other kinds.
+    """
+
+    def __init__(self) -> None:
+        self._values: dict[object, list[set[object]]] = {}  # of each variable, by the lines of the loss
+
+    def kind_of(self, loss_fn: object) -> tuple[object, ...]:
+        """Return what this loss function has in common with others of its kind."""
+        lines, objects, values = parts_of_loss(loss_fn)
+        seen = self._values.get(lines)
+        if seen is None:
+            seen = [set[object]() for _ in (*objects, *values)]
+            keep_newest(self._values, lines, seen)
+        kind: list[object] = [lines]
+        for before, value in zip(seen, (*objects, *values), strict=True):
+            if len(before) <= _MOST_VALUES:
+                before.add(value)
+            kind.append(value if len(before) <= _MOST_VALUES else ...)
+        return tuple(kind)
+
+
+def parts_of_loss(loss_fn: object) -> LossParts:
     """Return what a loss function is made from, in an order that its lines give.
 
     Returns:
@@ -78,7 +107,7 @@ def _in_object(value: Any, lines: list[object], objects: list[object]) -> Iterab
     switches: list[object] = []
     if not isinstance(value, type):
         for name, each in getattr(value, "__dict__", {}).items():
-            if isinstance(each, _SWITCHES):
+            if isinstance(each, SWITCHES):
                 names.append(name)
                 switches.append(each)
     lines.append(tuple(names))

@@ -13,13 +13,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 from memkit._core.errors import warn_user
+from memkit._recovery.loss_key import SWITCHES, LossParts, parts_of_loss
 from memkit.predict.batch_kinds import Path, tensors_of
 from memkit.predict.plan.search import fastest, micro_batch_counts, search
 from memkit.predict.plan.speeds import Untimed
 from memkit.predict.plan.trial import Arrangement, PlannedTreatment, StepTrials, Trial
 from memkit.predict.worst_batch import WorstBatch
 from memkit.train.split import batch_fingerprint
-from memkit.train.step_kinds import ParameterMarks, identity_of, state_of_step, wording_of
+from memkit.train.step_kinds import ParameterMarks, state_of_step, wording_of
 
 _Sizes: TypeAlias = dict[Path, tuple[torch.dtype, tuple[int, ...]]]
 _STRENGTH: dict[PlannedTreatment, int] = {"selective": 0, "full": 1, "offload": 2}
@@ -64,7 +65,8 @@ class RehearsedBatches:
 class RehearsedStep:
     """The loss function and the parameters that a plan was rehearsed with. The first step with others is told.
 
-    A plan holds, too, when some of the parameters are no longer trained, and for a loss function of the same text.
+    A plan holds, too, when some of the parameters are no longer trained, and for a loss function of the same text and
+    with the same switches.
 
     Args:
         loss_fn: The loss function.
@@ -74,8 +76,8 @@ class RehearsedStep:
 
     def __init__(self, loss_fn: object, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         self._model, self._optimizers, self._is_told = model, optimizers, False
-        loss = identity_of(loss_fn)
-        self._loss, self._text = loss, wording_of(loss)
+        self._loss = parts_of_loss(loss_fn)
+        self._wording = _wording_of(self._loss)
         self._parameters, _ = state_of_step(model, optimizers)
 
     def look_at(self, loss_fn: object = None) -> None:
@@ -87,10 +89,9 @@ class RehearsedStep:
         if self._is_told:
             return
         changes = []
-        if callable(loss_fn) and (loss := identity_of(loss_fn)) != self._loss:
-            if wording_of(loss) == self._text:
-                self._loss = loss
-            else:
+        if callable(loss_fn) and (loss := parts_of_loss(loss_fn)) != self._loss:
+            self._loss = loss
+            if _wording_of(loss) != self._wording:
                 changes.append("it has another loss function")
         parameters, _ = state_of_step(self._model, self._optimizers)
         if parameters != self._parameters and not _take_no_more(parameters, self._parameters):
@@ -103,6 +104,12 @@ class RehearsedStep:
             "memory than the budget. Way out: plan it as it is now, trainer.close(); trainer = mk.prepare(model, "
             "optimizer, batch, loss_fn, budget=...)."
         )
+
+
+def _wording_of(loss: LossParts) -> tuple[object, ...]:
+    """Return the text of a loss function, and its switches; a number may be that of the step."""
+    lines, _, values = loss
+    return wording_of(lines), *[each for each in values if isinstance(each, SWITCHES)]
 
 
 def _take_no_more(parameters: ParameterMarks | None, planned: ParameterMarks | None) -> bool:

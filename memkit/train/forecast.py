@@ -16,11 +16,13 @@ from torch.optim import Optimizer
 
 from memkit._core.errors import ConfigError, InputError, warn_user
 from memkit._core.protocols import MemoryWatch
+from memkit._core.recent import keep_newest
 from memkit._core.units import format_bytes, parse_budget
 from memkit._machine import devices
 from memkit._recorder.recorder import Recorder
 from memkit._recorder.recording import Recording
 from memkit._recovery.attempt import Done, Result, attempt, insist
+from memkit._recovery.loss_key import LossKinds
 from memkit._torch import pytree
 from memkit._torch.modules import all_parameters
 from memkit._torch.tensors import bytes_held
@@ -30,15 +32,13 @@ from memkit.train.gradients import list_parameters
 from memkit.train.row_sizes import RowSizes, row_sizes, rows_in_turn
 from memkit.train.samples import unmark_samples
 from memkit.train.split import Surveyor, copied, pick_rows, take_rows
-from memkit.train.step_kinds import identity_of, state_of_step
+from memkit.train.step_kinds import state_of_step
 
 # Not fewer rows, unless a batch has only 3: one row can take another path (BatchNorm refuses it, products become
 # matrix-vector products).
 _FEWER_ROWS, _MORE_ROWS = 2, 4
 _NUM_FRESH = 2  # steps at which the size is chosen: the first one creates the optimizer's state
 _MARGIN = 1 / 16  # of the available memory: alignment, and operators' internal workspace
-_MOST_LOSSES = 32  # that get a forecast of their own
-_MOST_KINDS = 2 * _MOST_LOSSES  # of steps that are kept
 
 
 class _Expected(NamedTuple):
@@ -187,9 +187,9 @@ class PartPlanner:
         self._surveyor = Surveyor("MemoryEfficientTrainingWrapper(memory=...)")
         self._known = _Known()  # of the current kind of step
         self._kinds: dict[object, _Known] = {}  # the last ones, as loops alternate between losses, or networks
-        self._losses: set[object] = set()
+        self._losses = LossKinds()
         self._failure, self._has_warned, self._has_warned_of_a_row, self._has_warned_of_more = "", False, False, False
-        self._has_warned_of_sparse = self._has_warned_of_losses = False
+        self._has_warned_of_sparse = False
 
     def in_phase(self, name: str, run: Callable[..., Result], *args: Any) -> Result:
         """Call ``run(*args)`` in a phase of the manager, if there is one."""
@@ -240,27 +240,9 @@ class PartPlanner:
 
     def _turn_to(self, loss_fn: object) -> None:
         """Turn to the forecasts for the current kind of step; begin with none if it is new."""
-        loss, kinds = identity_of(loss_fn), self._kinds
-        if loss not in self._losses:
-            if len(self._losses) < _MOST_LOSSES:
-                self._losses.add(loss)
-            else:  # a loop that makes a loss object for each step would get two runs for each, without end
-                loss = None
-                self._warn_of_losses()
-        kind = loss, state_of_step(self._model, self._optimizers)
-        self._known = kinds[kind] = kinds.pop(kind) if kind in kinds else _Known()  # the last one
-        if len(kinds) > _MOST_KINDS:
-            del kinds[next(iter(kinds))]
-
-    def _warn_of_losses(self) -> None:
-        if not self._has_warned_of_losses:
-            self._has_warned_of_losses = True
-            warn_user(
-                f"MemoryEfficientTrainingWrapper: for memory=... the steps of {_MOST_LOSSES} loss functions were "
-                "predicted, each by itself, and there is one more. All further ones are predicted as if they were one, "
-                "so a step may take more than memory=... allows. Way out: make each loss function once, before the "
-                "loop, and pass it to trainer.train_step(batch, loss_fn)."
-            )
+        kind = self._losses.kind_of(loss_fn), state_of_step(self._model, self._optimizers)
+        self._known = self._kinds.get(kind) or _Known()
+        keep_newest(self._kinds, kind, self._known)
 
     def _expect(self, key: str, added_bytes: int) -> None:
         """Note what the next step may take, if it was predicted to fit and the device counts what it takes."""

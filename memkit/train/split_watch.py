@@ -15,7 +15,7 @@ from memkit._core.printable import list_some
 from memkit._core.recent import keep_newest
 from memkit._core.settings import Checker
 from memkit._recovery.batch import BatchRun, Forced
-from memkit._recovery.loss_key import parts_of_loss
+from memkit._recovery.loss_key import LossKinds
 from memkit._torch.dispatch import fake_mode
 from memkit._torch.fake import FakeTensor
 from memkit._torch.modules import training_flags
@@ -28,7 +28,6 @@ Probe = bool | Literal["require"]
 _NUM_WITH_BRANCHES = 8
 _NUMBER = r"\d+"
 _PATIENCE = 8  # checks in a row without a finite, nonzero gradient before a warning
-_MOST_VALUES = 4  # of a variable, before it counts as one that changes all the time: a step, an annealed weight
 
 
 @dataclass(slots=True)
@@ -67,9 +66,7 @@ class SplitWatch:
         self._probe, self._call = probe, call
         self._key: tuple[object, ...] = ()  # the loss, modes, the batch's structure, evenness, divisors
         self._records: dict[object, _Record] = {}
-        self._values: dict[
-            object, list[set[object]]
-        ] = {}  # that the variables of a loss were seen to have, by its lines
+        self._losses = LossKinds()
         self._refused_kinds: dict[object, None] = {}
         self._warned: set[str] = set()
         self._trusted: dict[object, None] = {}  # losses, modes and structures that another check found exact
@@ -95,17 +92,7 @@ class SplitWatch:
         keep_newest(self._trusted, self._kind(mark_samples(batch), loss_fn), None)
 
     def _kind(self, batch: Any, loss_fn: object) -> tuple[object, ...]:
-        lines, objects, values = parts_of_loss(loss_fn)
-        seen = self._values.get(lines)
-        if seen is None:
-            seen = [set[object]() for _ in (*objects, *values)]
-            keep_newest(self._values, lines, seen)
-        loss: list[object] = [lines]
-        for before, value in zip(seen, (*objects, *values), strict=True):
-            if len(before) <= _MOST_VALUES:
-                before.add(value)
-            loss.append(value if len(before) <= _MOST_VALUES else ...)
-        return tuple(loss), tuple(training_flags(self._modules)), structure_of(batch)
+        return self._losses.kind_of(loss_fn), tuple(training_flags(self._modules)), structure_of(batch)
 
     def is_due(
         self, batch: Any, loss_fn: object, sizes: Sequence[int], *, is_uneven: bool = False, is_again: bool = False

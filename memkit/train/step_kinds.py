@@ -23,39 +23,12 @@ _marks_of: Callable[[Any], tuple[torch.Size, torch.dtype, bool]] = operator.attr
 _is_there = functools.partial(operator.is_not, None)
 
 
-def identity_of(fn: object, around: frozenset[int] = frozenset()) -> object:
-    """Return a key that is stable when a loop recreates its lambda, and differs for another function.
-
-    Args:
-        fn: The function.
-        around: By `id`, the functions that hold it: a function may hold itself.
-    """
-    inside = functools.partial(identity_of, around=around | {id(fn)})
-    if id(fn) in around:
-        return None
-    if isinstance(fn, functools.partial):
-        return inside(fn.func), tuple(inside(each) for each in (*fn.args, *fn.keywords.values()))
-    if isinstance(fn, types.MethodType):
-        return fn.__func__.__code__ if hasattr(fn.__func__, "__code__") else fn.__func__, id(fn.__self__)
-    if isinstance(fn, types.FunctionType):
-        cells = []
-        for cell in fn.__closure__ or ():
-            try:
-                cells.append(cell.cell_contents)
-            except ValueError:  # a variable without a value yet
-                continue
-        return fn.__code__, tuple(inside(each) for each in cells if callable(each))
-    return (type(fn), id(fn)) if callable(fn) and not isinstance(fn, torch.Tensor) else None
-
-
-def wording_of(identity: object) -> object:
-    """Return what an `identity_of` shares with those of the same text elsewhere, with other objects of equal types."""
-    if isinstance(identity, types.CodeType):
-        constants = [wording_of(each) if isinstance(each, types.CodeType) else each for each in identity.co_consts]
-        return identity.co_code, identity.co_names, identity.co_varnames, constants
-    if isinstance(identity, tuple):
-        return tuple(wording_of(each) for each in identity if not isinstance(each, int))
-    return identity
+def wording_of(lines: object) -> object:
+    """Return what a loss function's lines (`parts_of_loss`) have in common with the same text elsewhere."""
+    if isinstance(lines, types.CodeType):
+        constants = [wording_of(each) if isinstance(each, types.CodeType) else each for each in lines.co_consts]
+        return lines.co_code, lines.co_names, lines.co_varnames, constants
+    return tuple(map(wording_of, lines)) if isinstance(lines, tuple) else lines
 
 
 def state_of_step(model: nn.Module, optimizers: Sequence[Optimizer]) -> tuple[ParameterMarks | None, tuple[bool, ...]]:

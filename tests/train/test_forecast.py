@@ -780,8 +780,15 @@ class Near:
         return near(model, x)
 
 
-def test_loss_objects_made_anew_in_each_step_are_predicted_a_few_times_and_told():
-    losses = [Near() for _ in range(80)]
-    with pytest.warns(mk.MemkitWarning, match=r"32 loss functions.*there is one more.*before the loop") as told:
-        assert num_rehearsed(lambda trainer, number: trainer.train_step(SIXTEEN_ROWS, losses[number]), 80) == 2 * 33
-    assert len(told) == 1
+def test_loss_objects_made_anew_in_each_step_are_predicted_a_few_times():
+    losses = [Near() for _ in range(20)]
+    assert num_rehearsed(lambda trainer, number: trainer.train_step(SIXTEEN_ROWS, losses[number]), 20) == 2 * 5
+
+
+@pytest.mark.parametrize(("of_steps", "num_predicted"), [([False, True], 2), (range(12), 5)])
+def test_a_switch_makes_another_loss_and_a_count_soon_none(of_steps, num_predicted):
+    def run(trainer, number):
+        value = of_steps[number % len(of_steps)]
+        trainer.train_step(SIXTEEN_ROWS, lambda model, x: (value + 1) * near(model, x))
+
+    assert num_rehearsed(run, 12) == 2 * num_predicted

@@ -183,7 +183,7 @@ def test_what_is_noted_of_loss_functions_does_not_grow():
 
     def count():
         watch = trainer._split_watch
-        return [len(each) for each in (watch._records, watch._values, watch._trusted, watch._refused_kinds)]
+        return [len(each) for each in (watch._records, watch._losses._values, watch._trusted, watch._refused_kinds)]
 
     for step in range(100):
         code = compile(f"def loss_{step}(model, x): return model(x).square().mean()", "made", "exec")
