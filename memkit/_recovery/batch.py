@@ -330,8 +330,10 @@ class BatchRun:
         tensors: The tensors of the batch, which no forward may change before it runs again.
         is_predicted: Whether the number of micro-batches is that of a prediction, more than the user asked for.
         uncut: Why the batch cannot be cut; None if it can.
+        given: The caller's own object, if it is not ``batch``.
 
     Attributes:
+        given: The caller's own object.
         plan: The micro-batches to do, and those that are done.
         forced: Set if the batch was split for lack of memory.
         is_cut_anew: Parts were made smaller, and it has not been checked yet whether this is allowed.
@@ -355,7 +357,9 @@ class BatchRun:
         tensors: Sequence[torch.Tensor] = (),
         is_predicted: bool = False,
         uncut: Uncut | None = None,
+        given: Any = None,
     ) -> None:
+        self.given = batch if given is None else given
         self.batch, self.size, self.key, self.means, self.sums = batch, size, key, means, sums
         self._whole, self._cut, self._uncut = Part(batch, size), cut, uncut
         self.num_ooms = 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
@@ -13,6 +14,7 @@ from torch import nn
 
 from memkit._core.errors import InputError, MemkitError, MemkitOutOfMemoryError, warn_user
 from memkit._core.printable import list_some
+from memkit._core.recent import keep_newest
 from memkit._gradients.loss import LossFn
 from memkit._recovery.batch import Attempt, BatchRun, CutKind, Means, Peers, SingleProcess, Sums, Uncut
 from memkit._recovery.inputs import InputWatch
@@ -32,6 +34,7 @@ from memkit.train.split import (
     has_no_rows,
     list_arrays,
     list_tensors,
+    names_in,
     rows_left_out,
     survey_packed,
 )
@@ -40,7 +43,7 @@ from memkit.train.split_watch import SplitWatch
 from memkit.train.split_ways import Way, once, ways_to_cut
 
 _TENSORS = {torch.Tensor}
-_MOST_WRITTEN = 64  # batches, before those that are gone are forgotten
+_ONLY_HERE = 2  # references to an attribute's value: the attribute's, and that of the function that counts them
 
 
 class BatchDriver:
@@ -77,9 +80,10 @@ class BatchDriver:
         self._divisors, self._was_uneven = DivisorWatch(), False
         self._has_told_whole = False
         self._is_lazy = True  # until shown otherwise
-        self._opened, self._is_plain = 0, True  # `id` of the current batch, and whether nothing can be written into it
+        self._is_plain = True  # nothing can be written into the current batch
         # By a batch's `id`: its first tensor, which tells it from a later batch, and what was written into its parts.
         self._written: dict[int, tuple[list[weakref.ref[torch.Tensor]], list[str]]] = {}
+        self._last_written: Any = None  # the last of these batches, until the next one has come: see `_tell_of_written`
         self._has_samples = False  # whether the current batch has lists of samples
         self._cut_by: CutKind = "split_fn" if split_fn else "rows"
         self.state_watch, self.sizes = StateWatch(model), SizeMemory()
@@ -108,9 +112,9 @@ class BatchDriver:
             MemkitWarning: The batch has no common number of rows: it is trained whole.
         """
         uncut: Uncut | None = None
-        kind, self._opened = type(batch), id(batch)
+        kind, given = type(batch), batch
         self._is_plain = kind is torch.Tensor or (kind in (tuple, list) and _TENSORS.issuperset(map(type, batch)))
-        if self._opened in self._written:
+        if self._written:
             self._tell_of_written(batch)
         if self._split_fn is None:
             try:
@@ -141,6 +145,7 @@ class BatchDriver:
             tensors=tensors,
             is_predicted=is_predicted,
             uncut=uncut,
+            given=given,
         )
 
     def attempts(self, run: BatchRun, loss_fn: LossFn | None = None) -> Iterator[Attempt | CheckAttempt]:
@@ -298,19 +303,24 @@ class BatchDriver:
     def _note_written(self, run: BatchRun) -> None:
         """Note what was written into the parts of a batch."""
         names = list(dict.fromkeys(name for each in run.done for name in added_names(run.batch, each.part)))
-        if not names:
-            return
-        if len(self._written) >= _MOST_WRITTEN:
-            self._written = {
-                key: each for key, each in self._written.items() if any(ref() is not None for ref in each[0])
-            }
-        self._written[self._opened] = [*map(weakref.ref, list_tensors(run.batch)[:1])], names
+        if names:
+            self._last_written = run.given
+            there = [*map(weakref.ref, list_tensors(run.batch)[:1])]
+            keep_newest(self._written, id(run.given), (there, names))
 
     def _tell_of_written(self, batch: Any) -> None:
         """Warn, once, if an earlier step cut this batch, and wrote into its parts what this step may want to read."""
-        there, names = self._written[self._opened]
-        if [id(each()) for each in there] != [id(each) for each in list_tensors(batch)[:1]]:
-            del self._written[self._opened]  # another batch, in the memory of one that is gone
+        # A dict cannot be referred to weakly. One that nobody else has by now is gone: a later dict around the same
+        # tensors, though it may lie in the same place, is a new one.
+        if sys.getrefcount(self._last_written) == _ONLY_HERE:
+            self._written.pop(id(self._last_written), None)
+        self._last_written = None
+        there, names = self._written.get(id(batch), ([], []))
+        if [id(each()) for each in there] != [id(each) for each in list_tensors(batch)[: len(there)]]:
+            del self._written[id(batch)]  # another batch, in the memory of one that is gone
+            return
+        names = [each for each in names if each not in names_in(batch)]  # else the caller has put it there since
+        if not names:
             return
         self._split_watch.say(
             f"{self._means.call}: the batch is that of an earlier step, in which a forward or a loss wrote "

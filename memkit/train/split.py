@@ -318,6 +318,15 @@ def added_names(batch: Any, part: Any) -> list[str]:
     return [name for name in getattr(part, "__dict__", ()) if name not in vars(batch)]
 
 
+def names_in(batch: Any) -> set[str]:
+    """Return the keys and attributes of a batch, where `added_names` looks for them."""
+    if isinstance(batch, torch.Tensor):
+        return set()
+    if isinstance(batch, (tuple, list)):
+        return set().union(*map(names_in, batch))
+    return set(map(str, batch if isinstance(batch, Mapping) else getattr(batch, "__dict__", ())))
+
+
 def rows_left_out(batch: Any, parts: Sequence[Any]) -> str:
     """Describe the rows of a tensor that are in none of the parts, where other tensors are complete; or ""."""
     whole, rows = _rows_of_parts(batch, parts)

@@ -2,6 +2,7 @@
 
 import functools
 import traceback
+import weakref
 
 import numpy as np
 import pytest
@@ -452,6 +453,57 @@ def test_what_a_forward_writes_into_new_batches_is_no_reason_to_warn(num_parts):
     for _ in range(3 if num_parts == 1 else 1):
         trainer.train_step(whole, _policy_loss)
     assert set(whole) == ({"x", "old"} if num_parts == 1 else {"x"})
+
+
+@pytest.mark.parametrize("lets_go", [False, True])
+def test_new_dicts_around_the_same_tensors_are_no_batches_of_earlier_steps(lets_go):
+    """Training on all of the data in each step, with a dict that is made there; it may lie where an earlier one lay."""
+    model = nn.Linear(4, 3).double()
+    trainer = mk.MemoryEfficientTrainingWrapper(model, torch.optim.SGD(model.parameters(), 0.1), accumulation_steps=2)
+    x = torch.rand(8, 4, dtype=torch.float64)
+    for _ in range(200):
+        batch = {"x": x}
+        trainer.train_step(batch, _policy_loss)
+        if lets_go:
+            del batch
+    assert len(trainer._driver._written) == 1
+
+
+def test_warns_of_an_earlier_batch_that_comes_again_after_others_and_notes_no_more_than_64():
+    model = nn.Linear(4, 3).double()
+    trainer = mk.MemoryEfficientTrainingWrapper(model, torch.optim.SGD(model.parameters(), 0.1), accumulation_steps=2)
+    batches = [{"x": torch.rand(8, 4, dtype=torch.float64)} for _ in range(100)]
+    for batch in batches:
+        trainer.train_step(batch, _policy_loss)
+    assert len(trainer._driver._written) == 64
+    trainer.train_step(batches[0], _policy_loss)
+    with pytest.warns(mk.MemkitWarning, match="the batch is that of an earlier step"):
+        trainer.train_step(batches[50], _policy_loss)
+
+
+def test_what_the_caller_has_put_into_the_batch_since_is_not_lost():
+    model = nn.Linear(4, 3).double()
+    trainer = mk.MemoryEfficientTrainingWrapper(model, torch.optim.SGD(model.parameters(), 0.1), accumulation_steps=2)
+    batch = {"x": torch.rand(8, 4, dtype=torch.float64)}
+    trainer.train_step(batch, _policy_loss)
+    batch["old"] = model(batch["x"]).log_softmax(-1)[:, 0].detach()
+    trainer.train_step(batch, _policy_loss)
+
+
+def test_a_batch_that_was_written_to_is_let_go_when_the_next_one_comes():
+    model = nn.Linear(4, 3).double()
+    trainer = mk.MemoryEfficientTrainingWrapper(model, torch.optim.SGD(model.parameters(), 0.1), accumulation_steps=2)
+    trainer.train_step({"x": (x := torch.rand(8, 4, dtype=torch.float64))}, _policy_loss)
+    first = weakref.ref(x)
+    del x
+    seen = []
+
+    def loss_fn(model, batch):
+        seen.append(first())
+        return _policy_loss(model, batch)
+
+    trainer.train_step({"x": torch.rand(8, 4, dtype=torch.float64)}, loss_fn)
+    assert set(seen) == {None}
 
 
 def test_a_batch_with_a_graph_is_refused_with_a_way_out_that_works():
