@@ -141,6 +141,8 @@ class SplitVerdict:
             the whole.
         reason: Why it was not checked.
         is_out_of_memory: Whether it was not checked because memory ran out.
+        is_partial: Whether memory ran out where the losses of two of the step's own parts were to be compared: fewer
+            rows decide.
         is_permuted: Whether it was not checked because the step permutes the rows at random: parts mix other rows.
         is_uninformative: Whether the gradient of the checked rows is zero or not finite; another batch may show more.
         has_branches: Whether Python branches on values of tensors, so that another batch may take another path.
@@ -159,6 +161,7 @@ class SplitVerdict:
     loss: Literal["rows", "weights", "sum", "state", "hooks"] | None = None
     reason: str = ""
     is_out_of_memory: bool = False
+    is_partial: bool = False
     is_permuted: bool = False
     is_uninformative: bool = False
     has_branches: bool = False
@@ -483,6 +486,7 @@ class Examination:
                     reason = _OTHER_LOSS.format(whole=parts.size, compared=self._num_compared)
                     return SplitVerdict(None, modules=self._suspects, reason=reason)
                 self._note_equal(parts, found)
+                verdict = replace(verdict, is_partial=verdict.is_partial or (way.is_real and found.is_out_of_memory))
         return verdict
 
     def _note_equal(self, parts: CutBatch, found: SplitVerdict) -> None:

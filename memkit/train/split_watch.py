@@ -27,6 +27,13 @@ from memkit.train.split_check import SplitVerdict, take_workspace
 Probe = bool | Literal["require"]
 _NUM_WITH_BRANCHES = 8
 _NUMBER = r"\d+"
+_PARTIAL = (
+    "{call}: a few rows have shown that splitting the batch keeps its gradient; two of its parts together could not be "
+    "checked, because memory ran out. A loss that compares rows which rarely belong together (of one user, or equal "
+    "items in one batch) may have another gradient. Way out: pass probe=False if you know that the loss is a mean over "
+    "independent rows; otherwise compare more rows once, where there is more memory: "
+    "memkit.train.check_split(model, batch, loss_fn)."
+)
 _PATIENCE = 8  # checks in a row without a finite, nonzero gradient before a warning
 
 
@@ -35,16 +42,17 @@ class _Record:
     verdict: SplitVerdict
     is_known: bool = False
     is_refused: bool = False  # and so checked again in each step: whether it is wrong depends on the data
+    too_large: int = 0  # the size of parts two of which did not fit together
 
 
 class SplitWatch:
     """Decides which batches are checked.
 
     These are the first one that is split; later ones where the loss function, the mode of a module, the structure of
-    the batch or the evenness of its parts is new, or whose losses were divided by something other than rows; and the
-    2nd, 4th, 8th ... split batch, since state and data change. If Python branches on values of tensors, all of the
-    first eight are checked. A loss function is also another one if a variable of it has another value, until that
-    variable has had five.
+    the batch or the evenness of its parts is new, or whose losses were divided by something other than rows; those with
+    smaller parts than the ones whose losses memory did not suffice to compare; and the 2nd, 4th, 8th ... split batch,
+    since state and data change. If Python branches on values of tensors, all of the first eight are checked. A loss
+    function is also another one if a variable of it has another value, until that variable has had five.
 
     Args:
         model: The model.
@@ -65,6 +73,7 @@ class SplitWatch:
         self._modules, self._may_change, self._adds_up = list(model.modules()), may_change, adds_up
         self._probe, self._call = probe, call
         self._key: tuple[object, ...] = ()  # the loss, modes, the batch's structure, evenness, divisors
+        self._size = 0  # of the largest part
         self._records: dict[object, _Record] = {}
         self._losses = LossKinds()
         self._refused_kinds: dict[object, None] = {}
@@ -110,26 +119,33 @@ class SplitWatch:
             return False
         self._num_split += not is_again
         kind = self._kind(batch, loss_fn)
-        self._key = (*kind, len(set(sizes)) > 1, is_uneven)
+        self._key, self._size = (*kind, len(set(sizes)) > 1, is_uneven), max(sizes)
         if kind in self._trusted and not is_uneven:
             return False
         is_early = self.has_branches and self._num_split <= _NUM_WITH_BRANCHES
         is_time = not is_again and (is_early or self._num_split & (self._num_split - 1) == 0)
         record = self._records.get(self._key)
-        return record is None or not record.is_known or record.is_refused or is_time
+        return is_time or record is None or record.is_refused or self._is_open(record)
 
     @property
     def is_new(self) -> bool:
-        """Whether to check more rows: the current batch is the first of its kind, or may branch."""
+        """Whether to check more rows: the current batch is the first of its kind, may branch, or has smaller parts."""
         record = self._records.get(self._key)
-        is_known = record is not None and record.is_known
-        return not is_known or (self.has_branches and self._num_split <= _NUM_WITH_BRANCHES)
+        is_early = self.has_branches and self._num_split <= _NUM_WITH_BRANCHES
+        return is_early or record is None or self._is_open(record)
+
+    def _is_open(self, record: _Record) -> bool:
+        """Whether the current batch was not checked, or two of its parts may fit together, as larger ones did not."""
+        return not record.is_known or self._size < record.too_large
 
     def report_deferred(self) -> None:
         """Report what an early check could not establish, now that the parts themselves have run."""
         deferred, self._deferred = self._deferred, None
         if deferred is not None:
             self.report(deferred)
+        record = self._records.get(self._key)
+        if record is not None and record.too_large:  # not before: the parts may have become smaller
+            self.say(_PARTIAL.format(call=self._call), _PARTIAL)
 
     def settle(self, verdict: SplitVerdict, run: BatchRun, *, is_last: bool) -> bool:
         """Act on a verdict: if lack of memory forced an inexact split, undo it where possible; otherwise report it.
@@ -230,6 +246,7 @@ class SplitWatch:
             MemkitWarning: Splitting changes the gradient in another way, or could not be checked.
         """
         self._deferred, self.has_branches = None, self.has_branches or verdict.has_branches
+        self._note_size(verdict)
         if forced:
             self._check_forced(verdict, forced)
         if is_early and verdict.exact is None and not verdict.is_uninformative:
@@ -273,6 +290,14 @@ class SplitWatch:
             verb = "changes" if verdict.exact is False else "may change"
             text = f"{self._call}: splitting the batch{because} {verb} the gradient. {verdict.advice}"
             self.say(text, verdict.advice)
+
+    def _note_size(self, verdict: SplitVerdict) -> None:
+        """Note whether two parts fitted together: if not, smaller ones are compared once more."""
+        record = self._records.get(self._key)
+        if verdict.is_partial:
+            self._record(verdict).too_large = self._size
+        elif record is not None and self._size < record.too_large:
+            record.too_large = 0
 
     def _report_unchecked(self, verdict: SplitVerdict) -> None:
         fix = (

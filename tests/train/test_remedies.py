@@ -70,7 +70,9 @@ def step(loss_fn, model=None, *, batch=X, **settings):
         with trainer_of(model, **settings) as trainer:
             result = trainer.train_step(batch.double(), loss_fn)
             blocks = trainer.checkpointed_blocks
-    return model, result, blocks, [str(each.message) for each in caught if issubclass(each.category, mk.MemkitWarning)]
+    told = [str(each.message) for each in caught if issubclass(each.category, mk.MemkitWarning)]
+    told = [each for each in told if "a few rows have shown" not in each]  # the faults count rows, also without a graph
+    return model, result, blocks, told
 
 
 @pytest.fixture(scope="module")

@@ -573,3 +573,59 @@ def test_a_loss_function_may_refer_to_itself(settings):
     with trainer_of(nn.Linear(4, 4), **settings) as trainer:
         for _ in range(2):
             assert trainer.train_step(torch.randn(8, 4), loss_fn).stepped
+
+
+class Towers(nn.Module):
+    """Two tables of embeddings, for which memory suffices up to so many rows, with a graph and without."""
+
+    def __init__(self, most, most_without):
+        super().__init__()
+        self.users, self.items = nn.Embedding(200, 4).double(), nn.Embedding(200, 4).double()
+        self.most, self.most_without = most, most_without
+
+    def forward(self, batch):
+        if len(batch[0]) > (self.most if torch.is_grad_enabled() else self.most_without):
+            out_of_memory()
+        return (self.users(batch[0]) * self.items(batch[1])).sum(1)
+
+
+def by_frequency(model, batch):
+    """Errors divided by how often the item is in the batch: most of its rows do not meet."""
+    errors = (model(batch) - 1).square() / torch.bincount(batch[1], minlength=200)[batch[1]]
+    return errors.mean()
+
+
+def rare_meetings():
+    """A batch whose few rows of a check have no item twice, but two of its quarters do."""
+    draws = torch.Generator().manual_seed(0)
+    return torch.randint(200, (64,), generator=draws), torch.randint(200, (64,), generator=draws)
+
+
+def test_two_parts_are_compared_again_once_they_have_become_so_small_that_they_fit():
+    batch = rare_meetings()
+    with pytest.raises(mk.MemkitOutOfMemoryError, match="the loss of 32 rows is not the mean of their parts' losses"):
+        trainer_of(Towers(16, 32)).train_step(batch, by_frequency)
+
+
+def test_two_parts_that_never_fit_together_are_told_of_once():
+    batch, looks = rare_meetings(), []
+
+    def loss_fn(model, batch):
+        if not torch.is_grad_enabled():
+            looks.append(len(batch[0]))
+        return (model(batch) - 1).square().mean()
+
+    trainer = trainer_of(Towers(16, 16))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert trainer.train_step(batch, loss_fn).sizes == (16,) * 4
+        del looks[:]
+        for _ in range(4):
+            trainer.train_step(batch, loss_fn)
+    told = [str(each.message) for each in caught if "Training continues" not in str(each.message)]
+    assert len(told) == 1
+    assert "two of its parts together could not be checked, because memory ran out" in told[0]
+    assert looks == []
+    with warnings.catch_warnings():  # where they do fit, in the end, nothing is told
+        warnings.filterwarnings("error", ".*a few rows have shown")
+        trainer_of(Towers(16, 32)).train_step(batch, loss_fn)
