@@ -98,6 +98,11 @@ def steps_in_backward(optimizer: Optimizer) -> bool:
     return any(isinstance(hook, _Hook) for hook in hooks.values())
 
 
+def hooks_of_others(parameter: torch.Tensor) -> list[Any]:
+    """Return the hooks that run after a parameter's gradient is accumulated, but for those that step it here."""
+    return [hook for hook in (accumulate_hooks(parameter) or {}).values() if not isinstance(hook, _Hook)]
+
+
 class _Hook:
     """Hook that autograd calls with a parameter whose gradient is complete.
 

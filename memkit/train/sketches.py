@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -16,15 +16,17 @@ _EXACT_NUMEL, _WIDTH = 256, 64  # elements kept exactly, and numbers in a sketch
 _MOST_ROWS = 512  # that are summed at a time
 
 Vector = npt.NDArray[np.float64]
+Look = Callable[[nn.Parameter, Tensor], object]
 
 
-def sketches(loss: Tensor, slope: Tensor, parameters: Sequence[nn.Parameter]) -> list[Vector | None]:
+def sketches(loss: Tensor, slope: Tensor, parameters: Sequence[nn.Parameter], look: Look) -> list[Vector | None]:
     """Run backward, and return a sketch of each parameter's gradient that preserves differences of gradients.
 
     Args:
         loss: The loss, with its graph.
         slope: The gradient of the loss, with the same shape and dtype.
         parameters: The parameters, each with ``requires_grad``.
+        look: Called with each parameter and its gradient, before that is gone.
 
     Returns:
         For each parameter up to 256 numbers on the host; None if the loss does not depend on it.
@@ -32,17 +34,27 @@ def sketches(loss: Tensor, slope: Tensor, parameters: Sequence[nn.Parameter]) ->
     Memory cost: one gradient at a time.
     """
     found: dict[int, Tensor] = {}
-    catch_gradients(loss, slope, parameters, lambda index, gradient: found.update({index: _sketch(gradient)}))
+
+    def catch(index: int, gradient: Tensor) -> None:
+        look(parameters[index], gradient)
+        found[index] = _sketch(gradient)
+
+    catch_gradients(loss, slope, parameters, catch)
     return _to_host(found, len(parameters))
 
 
-def sketches_of_backward(loss: Tensor, slope: Tensor, parameters: Sequence[nn.Parameter]) -> list[Vector | None]:
+def sketches_of_backward(
+    loss: Tensor, slope: Tensor, parameters: Sequence[nn.Parameter], look: Look
+) -> list[Vector | None]:
     """Same as `sketches`, but with ``backward()``, the only way through a reentrant checkpoint."""
     before = [each.grad for each in parameters]
     try:
         for each in parameters:
             each.grad = None
         torch.autograd.backward(loss, slope)
+        for each in parameters:
+            if each.grad is not None:
+                look(each, each.grad)
         found = {index: _sketch(each.grad) for index, each in enumerate(parameters) if each.grad is not None}
     finally:
         for each, gradient in zip(parameters, before, strict=True):

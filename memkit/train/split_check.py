@@ -29,6 +29,7 @@ from memkit._recovery.attempt import Caught, Done, OutOfMemory, attempt
 from memkit._recovery.batch import refuse_as_batch
 from memkit._torch.modules import BatchNorm, Dropout, has_spectral_norm
 from memkit._torch.tensors import assign_gradient_dtype, gradient_dtype, hooks_of
+from memkit.train.backward_steps import hooks_of_others
 from memkit.train.divisors import NORMS_OF_A_ROW, SUM_IS_AVERAGED, divisors
 from memkit.train.gradients import has_reentrant_checkpoint
 from memkit.train.models import device_of
@@ -109,8 +110,9 @@ _ADVICE = {
     "whole batch and n that of the part; memkit.SplitLoss(reduction='sum') adds up the parts.",
     "state": "Each forward changes state that the loss depends on ({names}), so it changes once per micro-batch "
     "instead of once per batch: update it {how}, or keep the batch whole.",
-    "hooks": "Hooks on parameters see the gradient of each micro-batch, and their effect is not linear: let them work "
-    "on .grad before the step, or clip with max_grad_norm; SplitLoss runs them once per batch.",
+    "hooks": "Hooks on parameters see the gradient of each micro-batch, or the sum so far, and change it otherwise "
+    "than that of the whole: let them work on .grad before the step, by optimizer.register_step_pre_hook(...), or clip "
+    "with max_grad_norm; SplitLoss runs them once per batch.",
 }
 
 
@@ -292,6 +294,8 @@ class Computation:
         scale: Returns the factor that keeps gradients in float16 from underflowing.
         adds_up: Whether the losses of the parts add up to the batch's.
         with_hooks: Whether hooks on parameters see the gradient of each part.
+        with_sum_hooks: Whether, then, hooks on accumulated gradients see the sum after each part; those of ranks
+            belong to their library.
         is_tight: Whether memory is known to be short.
         unchecked: Why a split cannot be checked; empty if it can.
     """
@@ -301,6 +305,7 @@ class Computation:
     scale: Callable[[], float | Tensor] = lambda: 1.0
     adds_up: bool = False
     with_hooks: bool = True
+    with_sum_hooks: bool = True
     is_tight: bool = False
     unchecked: str = ""
 
@@ -349,7 +354,8 @@ class Examination:
         self._ranked: tuple[CutBatch | None, list[tuple[float, ...]]] = None, []  # of the last comparison
         self._has_count = False
         self._has_run_out = self._has_branches = self._has_compared = self._was_unequal_sorted = self._were_real = False
-        self._with_hooks = False
+        self._with_hooks = self._is_sum_changed = False
+        self._are_sums_seen = not (how.with_hooks and how.with_sum_hooks)
         self._rounding: Vector = np.zeros(0)
         self._attempt: CheckAttempt
         self._rehearsal: Rehearsal
@@ -407,7 +413,7 @@ class Examination:
             verdict = yield from self._compare_ranked(verdict)
         if verdict.exact and self._around_whole is None:
             verdict = yield from self._look_at_losses(verdict, has_run_out=is_out_of_memory)
-            verdict = self._within_limits(verdict)
+            verdict = self._with_sums(self._within_limits(verdict))
         self.verdict = replace(verdict, buffers=self._left) if verdict.exact and self._left else verdict
 
     def _compare_ranked(self, verdict: SplitVerdict) -> Attempts:
@@ -506,6 +512,10 @@ class Examination:
         place = self._not_reached[0].place
         reason = (_ALL_SELECTED if place is None else _FROM_A_PLACE).format(place=place, compared=self._num_compared)
         return SplitVerdict(None, modules=self._suspects, reason=reason)
+
+    def _with_sums(self, verdict: SplitVerdict) -> SplitVerdict:
+        """Return the verdict unless hooks change the sum so far, where the gradients of the parts add up."""
+        return SplitVerdict(exact=False, loss="hooks") if verdict.exact and self._is_sum_changed else verdict
 
     def _judge(self, parts: CutBatch, compare: Callable[[CutBatch], Attempts]) -> Attempts:
         """Compare one way to split; in the model's own precision if full precision is not possible."""
@@ -729,14 +739,35 @@ class Examination:
         slopes, count = slopes.to(root.dtype), count * scale
         value = float((root.detach() * slopes).real)
         vectors: list[Vector | None] = [None] * len(parameters)
+        look = functools.partial(self._look_at_sums, self._scale / count if count else 0.0)
         if has_reentrant_checkpoint(root):
-            found = sketches_of_backward(root, slopes, wanted)
+            found = sketches_of_backward(root, slopes, wanted, look)
         else:
             with contextlib.nullcontext() if self._with_hooks else without_hooks(wanted):
-                found = sketches(root, slopes, wanted)
+                found = sketches(root, slopes, wanted, look)
+        self._are_sums_seen = True
         for index, vector in zip(places, found, strict=True):
             vectors[index] = vector
         return _Gradient(vectors, count, value, adds_up)
+
+    def _look_at_sums(self, factor: float, parameter: nn.Parameter, gradient: Tensor) -> None:
+        """Note whether hooks on an accumulated gradient make something else of parts than of their sum.
+
+        A mask, and a projection, do not. The parts are multiples of the gradient of the rows that run first.
+        """
+        hooks = [] if self._are_sums_seen or self._is_sum_changed else hooks_of_others(parameter)
+        if not hooks:
+            return
+        gradient = gradient.detach() * factor
+        gradient = gradient if gradient.layout is torch.strided else gradient.coalesce()
+        part = gradient.clone()
+        entries = part if part.layout is torch.strided else part.values()
+        # Entries not all alike: a hook that only rescales would leave a multiple as it is.
+        entries *= 2 - 3 * (torch.arange(entries.numel(), device=part.device) % 2).view(entries.shape)
+        once = _after_hooks(hooks, parameter, [gradient])
+        twice = _after_hooks(hooks, parameter, [part, gradient - part])
+        limit = gradient.norm() * (_CLEAR if gradient.dtype in _HALF else _TOLERANCE)
+        self._is_sum_changed = once is None or twice is None or bool((once - twice).norm() > limit)
 
     def _trained(self) -> list[nn.Parameter]:
         """Return the parameters that are compared: those that are trained after the first forward."""
@@ -1142,6 +1173,23 @@ def _in_float32(model: nn.Module, parts: CutBatch) -> Iterator[CutBatch]:
             tensor.data = data
             assign_gradient_dtype(tensor, dtype)
             tensor.grad = gradient
+
+
+@torch.no_grad()
+def _after_hooks(
+    hooks: Sequence[Callable[..., object]], parameter: nn.Parameter, parts: Sequence[Tensor]
+) -> Tensor | None:
+    """Return what hooks on an accumulated gradient leave of the sum of the parts, running after each."""
+    before = parameter.grad
+    try:
+        parameter.grad = None
+        for each in parts:
+            parameter.grad = each.clone() if parameter.grad is None else parameter.grad + each
+            for hook in hooks:
+                hook(parameter)
+        return parameter.grad
+    finally:
+        parameter.grad = before
 
 
 def _add(one: _Gradient, other: _Gradient) -> _Gradient:

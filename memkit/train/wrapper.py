@@ -276,6 +276,7 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing, Overviewed):
                 parameters=functools.partial(list_parameters, self._optimizers),
                 is_mixed=lambda: own_precision.is_mixed,  # with self, it would be a reference cycle
                 scale=(lambda: 1.0) if own_scaler is None else own_scaler.get_scale,
+                with_sum_hooks=self._sum.ranks is None,
                 is_tight=self._part_planner.is_on,
                 unchecked="the parameters are sharded over ranks" if is_sharded else "",
             )

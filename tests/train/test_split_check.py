@@ -25,7 +25,7 @@ from memkit.train.split_check import Computation, Examination, check_split
 from memkit.train.split_ways import ways_to_cut
 from memkit.train.wrapper import MemoryEfficientTrainingWrapper
 from tests.allocations import trace_allocations
-from tests.helpers import assert_same, gradient_of, one_in, one_in_product, relative_error
+from tests.helpers import assert_refused, assert_same, gradient_of, one_in, one_in_product, relative_error
 from tests.search.batches import Data, cast, make_fields
 from tests.search.doing import tell
 from tests.search.losses import LOSSES
@@ -33,7 +33,7 @@ from tests.search.oracle import build, make_loss_fn
 from tests.search.specs import Spec, Step
 from tests.search.traits import TRAITS
 from tests.search.worlds import World
-from tests.toys import NeuralODE, mean_square
+from tests.toys import NeuralODE, fits, mean_square, trainer_of
 
 ROWS = 12
 
@@ -1521,3 +1521,62 @@ def test_rows_that_are_sorted_without_effect_may_be_split():
         return losses.flatten().sort().values.mean()
 
     assert verdict_of(loss_fn, 8).exact
+
+
+def mask(parameter):
+    parameter.grad[::2] = 0
+
+
+def center(parameter):
+    parameter.grad -= parameter.grad.mean(0, keepdim=True)
+
+
+def halve_sum(parameter):
+    parameter.grad.mul_(0.5)
+
+
+def add_to_sum(parameter):
+    parameter.grad.add_(0.01)
+
+
+def clip_sum(parameter):
+    parameter.grad.div_(parameter.grad.norm())
+
+
+def free_sum(parameter):
+    parameter.grad = None
+
+
+@pytest.mark.parametrize("hook", [id, mask, center, halve_sum, add_to_sum, clip_sum, free_sum])
+@pytest.mark.parametrize("is_sparse", [False, True])
+def test_hooks_on_accumulated_gradients_see_the_sum_so_far(hook, is_sparse):
+    """A look, a mask and a projection leave of the parts what they leave of the sum."""
+    is_kept = hook in (id, mask, center)
+    if is_sparse:
+        if hook in (mask, center, add_to_sum):  # torch has no such operators for sparse gradients
+            return
+        model = nn.Sequential(nn.Embedding(6, 3, sparse=True), nn.Linear(3, 1)).double()
+        batch = torch.randint(6, (ROWS, 2))
+    else:
+        model, batch = net().double(), torch.randn(ROWS, 6).double()
+    model[0].weight.register_post_accumulate_grad_hook(hook)
+    verdict = check_split(model, batch, mean_square)
+    assert (verdict.exact, verdict.loss) == ((True, None) if is_kept else (False, "hooks"))
+    assert model[0].weight.grad is None
+
+
+@pytest.mark.parametrize(("hook", "settings"), [(mask, {}), (add_to_sum, {}), (add_to_sum, {"probe": False})])
+@pytest.mark.filterwarnings("ignore:.*(register_post_accumulate_grad_hook run after|Training continues)")
+def test_hooks_that_change_the_sum_so_far_are_refused_where_memory_forces_the_split(hook, settings):
+    def train(most, **settings):
+        torch.manual_seed(0)
+        model, x = nn.Linear(4, 2).double(), torch.randn(16, 4).double()
+        model.weight.register_post_accumulate_grad_hook(hook)
+        trainer_of(model, **settings).train_step(x, fits(most, mean_square))
+        return model.weight
+
+    if hook is add_to_sum and not settings:
+        assert_refused(lambda: train(8), mk.MemkitOutOfMemoryError, "splitting the batch changes its gradient")
+    else:
+        error = (train(8, **settings) - train(16)).abs().max()
+        assert (error > 1e-4) == (hook is add_to_sum)  # probe=False vouches for the split
