@@ -51,6 +51,11 @@ _FEWEST_TELLING = 3  # rows whose gradient shows whether a loss compares rows
 _OTHER_LOSS = (
     "the loss of {whole} rows is not the mean of their parts' losses, though the gradients of {compared} rows are equal"
 )
+_NOT_FINITE = "the gradient of the rows that were checked is not finite"
+_WITHOUT_SCALE = (
+    f"{_NOT_FINITE}, also without the loss scale: a forward or a backward overflows in half precision, or the rows "
+    "hold values that are not finite"
+)
 _NO_LOSS = "the loss of the rows that were compared is not finite"
 _FROM_A_PLACE = (
     "the step takes rows from place {place} of the batch on, and the {compared} rows that were compared end before it. "
@@ -347,6 +352,7 @@ class Examination:
         self._left: tuple[str, ...] = ()  # buffers with other values after the parts
         self._prepare: Callable[[], None] = _leave
         self._failure, self._is_uneven, self._scale = "", is_uneven, float(how.scale())
+        self._not_finite = _NOT_FINITE
         self._kind: tuple[tuple[str, ...], ...] = ()
         self._doubt: SplitVerdict | None = None
         self._num_compared, self._only_losses = 0, False
@@ -557,6 +563,11 @@ class Examination:
     def _compare_whole_and_parts(self, parts: CutBatch) -> Attempts:
         self._has_run_out = False
         verdict = yield from self._compare(parts)
+        is_overflow = verdict.reason == self._not_finite or verdict.error == math.inf
+        if is_overflow and self._scale != 1.0 and not self._in_full_precision:
+            # A scaler that is still looking for its scale begins with one that is too large.
+            self._scale, self._not_finite = 1.0, _WITHOUT_SCALE
+            verdict = yield from self._compare(parts)
         if verdict.exact is False and self._has_run_out:  # a run that identifies rounding, noise or a cause is missing
             reason = "memory ran out while the cause of a difference was searched for"
             return SplitVerdict(None, modules=self._suspects, reason=reason, is_out_of_memory=True)
@@ -863,7 +874,7 @@ class Examination:
         found = yield from self._run_parts()
         if found is not None and _is_finite(found[0].vectors):
             return SplitVerdict(exact=False, error=math.inf, loss="rows")
-        return self._uninformative("the gradient of the rows that were checked is not finite")
+        return self._uninformative(self._not_finite)
 
     def _find_cause(self, whole: _Gradient, in_order: list[_Gradient], error: float) -> Attempts:
         """Find the cause by elimination."""
@@ -1193,7 +1204,9 @@ def _after_hooks(
 
 
 def _add(one: _Gradient, other: _Gradient) -> _Gradient:
-    vectors = [a if b is None else b if a is None else a + b for a, b in zip(one.vectors, other.vectors, strict=True)]
+    with np.errstate(invalid="ignore"):  # of gradients that are not finite, which their sum shows
+        pairs = zip(one.vectors, other.vectors, strict=True)
+        vectors = [a if b is None else b if a is None else a + b for a, b in pairs]
     adds_up = one.adds_up and other.adds_up
     return _Gradient(vectors, one.count if adds_up else one.count + other.count, one.loss + other.loss, adds_up)
 

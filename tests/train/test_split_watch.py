@@ -629,3 +629,22 @@ def test_two_parts_that_never_fit_together_are_told_of_once():
     with warnings.catch_warnings():  # where they do fit, in the end, nothing is told
         warnings.filterwarnings("error", ".*a few rows have shown")
         trainer_of(Towers(16, 32)).train_step(batch, loss_fn)
+
+
+@pytest.mark.parametrize("far", [1, 1e9])
+def test_a_loss_scale_that_is_still_too_large_does_not_keep_a_split_from_being_checked(far):
+    """With autocast inside of `loss_fn`, in which the check cannot switch it off."""
+    torch.manual_seed(0)
+    model, batch = nn.Linear(6, 3), (torch.randn(8, 6), 50 * torch.randn(8, 3))
+
+    def half(model, batch):
+        with torch.autocast("cpu", torch.float16):
+            return (far * (model(batch[0]).float() - batch[1])).square().mean()
+
+    trainer = trainer_of(model, scaler=torch.amp.GradScaler("cpu"))
+    if far == 1:
+        assert not trainer.train_step(batch, fits(4, half)).stepped  # as in a plain loop, which makes the scale smaller
+    else:
+        text = "could not be checked: the gradient of the rows.*is not finite, also without the loss scale"
+        with pytest.raises(mk.MemkitOutOfMemoryError, match=text):
+            trainer.train_step(batch, fits(4, half))
