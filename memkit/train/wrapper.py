@@ -52,6 +52,7 @@ from memkit.train.evaluation import Evaluation, EvaluationBlock
 from memkit.train.forecast import PartPlanner
 from memkit.train.gradient_sum import GradientSum
 from memkit.train.gradients import gradients_set_aside, list_parameters
+from memkit.train.inner_steps import refuse_inner_steps
 from memkit.train.models import device_of, evaluating, exchanges_statistics
 from memkit.train.offload import make_offload, read_offload
 from memkit.train.owners import check_owner, list_optimizers, read_model
@@ -226,6 +227,7 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing, Overviewed):
         self._has_warned_of_no_rows = False
         self._batch_run: BatchRun | None = None
         self._num_steps_before = 0  # before that batch
+        self._has_run = False  # whether a first train_step has got through its micro-batches
         self._was_left = False  # whether the loop over the last batch was left before its end
         self._is_closed = False
         with contextlib.ExitStack() as cleanup:  # a failing constructor restores the model
@@ -452,7 +454,8 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing, Overviewed):
         Raises:
             MemkitOutOfMemoryError: Even the smallest micro-batch does not fit, or smaller ones would change the result.
             InputTypeError: ``loss_fn`` is not callable.
-            StateError: `close` was called, or ``loss_fn`` called backward itself.
+            StateError: `close` was called, or ``loss_fn`` called backward itself; or, in the first step, it stepped an
+                optimizer, a schedule or the average of this trainer.
         """
         if self._is_closed:
             refuse_closed("trainer.train_step")
@@ -465,10 +468,11 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing, Overviewed):
                 self._sum.ranks.before_forwards()
             num_parts = self._plan_parts(batch, loss_fn) if self._part_planner.is_on else self._accumulation_steps
             run = self._open(batch, num_parts, is_predicted=num_parts > self._accumulation_steps)
+            run_all = self._run_all if self._has_run else self._run_first
             if self._part_planner.has_manager:
-                self._part_planner.in_phase("microbatches", self._run_all, run, loss_fn)
+                self._part_planner.in_phase("microbatches", run_all, run, loss_fn)
             else:
-                self._run_all(run, loss_fn)
+                run_all(run, loss_fn)
             if self._part_planner.is_on:
                 self._part_planner.look_back()
             watch.loss_fn = None
@@ -762,6 +766,11 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing, Overviewed):
         with rollback.undone(), aside, of_any_size:
             loss = self._evaluate(micro, loss_fn).value
             torch.autograd.grad(loss, trained, allow_unused=True)
+
+    def _run_first(self, run: BatchRun, loss_fn: LossFn) -> None:
+        with refuse_inner_steps(self._optimizers, self._schedules, self._average):
+            self._run_all(run, loss_fn)
+        self._has_run = True
 
     def _run_all(self, run: BatchRun, loss_fn: LossFn) -> None:
         self._batch_run, self._num_steps_before = run, self._sum.num_steps

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import memkit as mk
+from tests.helpers import assert_same
 from tests.toys import mean_square, trainer_of
 
 ADAM = torch.optim.Adam
@@ -215,3 +216,38 @@ def test_a_graph_that_is_carried_between_micro_batches_is_named_and_its_way_out_
         trainer.train_step(x, loss_fn)
     trainer.train_step(x, reset_and_loss)
     torch.testing.assert_close(model[0].weight, plain[0].weight, rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize("num_parts", [1, 2])
+@pytest.mark.parametrize("which", ["optimizer.step", "scheduler.step", "average.update_parameters", "another's step"])
+@pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler.step")
+def test_a_step_that_a_loop_has_left_in_the_loss_function_is_refused(which, num_parts):
+    model, other = nn.Linear(4, 1), nn.Linear(4, 1)
+    optimizer, others = ADAM(model.parameters()), ADAM(other.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    average = torch.optim.swa_utils.AveragedModel(model)
+    step = {
+        "optimizer.step": optimizer.step,
+        "scheduler.step": scheduler.step,
+        "average.update_parameters": lambda: average.update_parameters(model),
+        "another's step": others.step,
+    }[which]
+
+    def loss_fn(model, x):
+        loss = mean_square(model, x)
+        if is_left:
+            step()
+        return loss
+
+    trainer = mk.MemoryEfficientTrainingWrapper(
+        model, optimizer, accumulation_steps=num_parts, scheduler=scheduler, average=average
+    )
+    before, is_left = copy.deepcopy(model.state_dict()), True
+    if which == "another's step":
+        assert trainer.train_step(torch.randn(8, 4), loss_fn).stepped
+        return
+    with pytest.raises(mk.errors.StateError, match=rf"{which}\(.*\) inside loss_fn.*remove {which}"):
+        trainer.train_step(torch.randn(8, 4), loss_fn)
+    assert_same(dict(model.state_dict()), before)
+    is_left = False
+    assert trainer.train_step(torch.randn(8, 4), loss_fn).stepped
