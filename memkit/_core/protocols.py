@@ -62,6 +62,18 @@ class Closing(ABC):
         self.close()
 
 
+class Composed(ABC):
+    """An object whose own state leaves out those of objects that its steps depend on: they are saved beside it."""
+
+    @abstractmethod
+    def way_to_save(self) -> str:
+        """Return the call that saves them all."""
+
+    @abstractmethod
+    def saved_with(self) -> Mapping[str, Any]:
+        """Return these objects by name; the object itself may be among them."""
+
+
 class Uncopied:
     """An object that hooks into a model, a device or files of this process; a copy would hook into them again.
 

@@ -12,6 +12,7 @@ from typing import Any, NoReturn, final
 from torch import nn
 
 from memkit._core.errors import ConfigError, InputTypeError
+from memkit._core.protocols import Composed
 from memkit._core.settings import Checker
 from memkit._core.units import parse_bytes
 from memkit._core.words import guided
@@ -48,7 +49,7 @@ class _Ended(BaseException):
 
 @guided(absent=ENHANCED_ABSENT)
 @final
-class EnhancedTrainLoop:
+class EnhancedTrainLoop(Composed):
     """A training loop with extra work after each step; created by `create_enhanced_train_loop`.
 
     Attributes:
@@ -112,6 +113,14 @@ class EnhancedTrainLoop:
         if is_early and callable(getattr(self._base, "save", None)):
             self._base.save()  # as the loop would have done at its own end
         return ended_by or "epochs"
+
+    def way_to_save(self) -> str:
+        """Return the call that saves all."""
+        return "create_enhanced_train_loop(..., state=state), whose run_loop() saves and restores"
+
+    def saved_with(self) -> Mapping[str, Any]:
+        """Return the loop's parts and the objects to save."""
+        return self._objects
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of steps, and the random state of the validations."""

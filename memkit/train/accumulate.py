@@ -10,13 +10,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from memkit._core.errors import InputTypeError, StateError
-from memkit._core.protocols import Closing, GradScaler, Uncopied
+from memkit._core.protocols import Closing, Composed, GradScaler, Uncopied
 from memkit._core.settings import Checker
 from memkit._core.words import guided
 from memkit.train.checks import ACCUMULATOR, check_loss, check_reduction, read_count, warn_of_own_backward
 from memkit.train.divisors import WeightCheck
 from memkit.train.gradient_sum import GradientSum
-from memkit.train.owners import refuse_trainer
+from memkit.train.owners import numbered, refuse_trainer
 from memkit.train.words import ACCUMULATOR_ABSENT, ACCUMULATOR_REWRITE, ACCUMULATOR_WORDS
 
 
@@ -26,7 +26,7 @@ from memkit.train.words import ACCUMULATOR_ABSENT, ACCUMULATOR_REWRITE, ACCUMULA
     methods=("backward", "step", "flush"),
     rewrite=ACCUMULATOR_REWRITE,
 )
-class GradientAccumulator(Uncopied, Closing):
+class GradientAccumulator(Uncopied, Closing, Composed):
     """Accumulates micro-batches into one optimizer step with the full batch's gradient.
 
     The usual ``(loss / steps).backward()`` is right only when all micro-batches weigh the same. Here each micro-batch
@@ -233,6 +233,16 @@ class GradientAccumulator(Uncopied, Closing):
             True if an optimizer actually stepped.
         """
         return self._sum.end_all()
+
+    def way_to_save(self) -> str:
+        """Return the call that saves all."""
+        names = [*self.saved_with(), "accumulator"]
+        return f"state.save(step, model=model, {', '.join(f'{name}={name}' for name in names)})"
+
+    def saved_with(self) -> Mapping[str, Any]:
+        """Return the optimizers and the scaler."""
+        scaler = self._sum.scaler
+        return numbered("optimizer", self._sum.optimizers) | ({} if scaler is None else {"scaler": scaler})
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as plain types, plus the gradients of an unfinished group: save it before the next step."""

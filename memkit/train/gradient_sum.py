@@ -93,6 +93,7 @@ class GradientSum:
         shards: These if the parameters are sharded over them, else None.
         predivisor: The sum is kept divided by this, so that it is about as large as the mean and does not overflow in
             half precision. A power of two, which adds no rounding, derived from the first weight; or set by `expect`.
+        scaler: The loss scaler; None if there is none that is on.
         num_microbatches: Micro-batches in the sum.
         is_announced: Whether the sum's total weight was announced.
         num_steps: Number of optimizer steps actually taken.
@@ -128,7 +129,7 @@ class GradientSum:
                 expected="a loss scaler, or None",
                 fix=f"write {caller.kind}(optimizer, scaler=torch.amp.GradScaler()).",
             )
-        self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self._parameters = self._trainable = list_parameters(self.optimizers)
         check = Checker(caller.kind)
         check.choice("objective", objective, ("mean", "sum"), fix="pass objective='mean'.")
@@ -136,14 +137,14 @@ class GradientSum:
         check_norm(max_grad_norm, call=caller.kind)
         if sum_dtype is not None and any(p.dtype in {torch.bfloat16, torch.float16} for p in self._parameters):
             require_gradient_dtypes("accumulate_dtype=torch.float32, or precision='bf16-true', which uses it")
-        if self._scaler and sum_dtype is None and any(p.dtype == torch.float16 for p in self._parameters):
+        if self.scaler and sum_dtype is None and any(p.dtype == torch.float16 for p in self._parameters):
             raise ConfigError(
                 f"{caller.kind}(optimizer, scaler=...)",
                 got="a loss scaler over float16 parameters",
                 expected="float32 parameters, in which scaled gradients do not overflow",
                 fix="call model.float() first and compute in torch.autocast, or pass accumulate_dtype=torch.float32.",
             )
-        if self._scaler:
+        if self.scaler:
             _refuse_complex(self._parameters, caller)
         self._max_grad_norm, self._objective, self._sum_dtype = max_grad_norm, objective, sum_dtype
         self._guard = StepGuard(self.optimizers) if guard_steps else None
@@ -234,7 +235,7 @@ class GradientSum:
         total = self._count = float(self._count)
         factor = (self.predivisor or 1.0) / (total if self._objective == "mean" else 1.0) if total > 0 else 1.0
         if math.isfinite(total) and factor != 1.0:
-            if self.num_microbatches > 1 or self._scaler:
+            if self.num_microbatches > 1 or self.scaler:
                 widen_for_step(self._parameters, self._sum_dtype, self.ranks)
             self._multiply(factor)
             self._factor, self._marks = factor, gradient_marks(self._parameters)
@@ -264,8 +265,8 @@ class GradientSum:
             all_are_done = self._end(then, is_last=is_last)
         finally:
             self.discard()
-            if self._scaler:
-                forget_unscaling(self._scaler, self.optimizers)
+            if self.scaler:
+                forget_unscaling(self.scaler, self.optimizers)
         return self.num_steps > num_steps, all_are_done
 
     def end_all(self, then: Actions = (), on_joined: Callable[[], None] = lambda: None) -> bool:
@@ -384,7 +385,7 @@ class GradientSum:
                 right = constructor_call(self._caller, "[optimizer, other]")
                 way_out = f"write {right}, and leave out other.step()."
                 self._bystanders = Bystanders(loss, self._parameters, self._caller.kind, way_out, self._models)
-        scaled = self._scaler.scale(loss) if self._scaler else loss
+        scaled = self.scaler.scale(loss) if self.scaler else loss
         root = None if weight == 1.0 else torch.full_like(scaled, weight)
         if all_or_nothing and self._only_own and not self._has_hooks_for_backward():
             gradients = torch.autograd.grad(scaled, self._trainable, root, retain_graph=retain_graph, allow_unused=True)
@@ -470,7 +471,7 @@ class GradientSum:
     def _end(self, then: Actions, *, is_last: bool) -> bool:
         total = float(self._count)
         present: list[bool] = []
-        if self.num_microbatches > 1 or self._scaler or isinstance(self.ranks, Replicas):
+        if self.num_microbatches > 1 or self.scaler or isinstance(self.ranks, Replicas):
             widen_for_step(self._parameters, self._sum_dtype, self.ranks)
         if self.ranks is not None:
             total, present, is_last = self.ranks.agree(self._parameters, total, is_last=is_last)
@@ -508,9 +509,9 @@ class GradientSum:
         active = list(filter(has_gradient, self.optimizers))
         if not active:
             warn_of_idle_step(self._caller)
-        if self._scaler:
+        if self.scaler:
             for optimizer in active:
-                insist(functools.partial(self._scaler.unscale_, optimizer), "unscaling the gradients")
+                insist(functools.partial(self.scaler.unscale_, optimizer), "unscaling the gradients")
         if self._max_grad_norm is not None:
             self.grad_norm = clip_gradients(self._parameters, self._max_grad_norm, self.shards)
         if self._sum_dtype is not None:
@@ -522,7 +523,7 @@ class GradientSum:
         count_step = functools.partial(setattr, self, "num_steps", self.num_steps + 1)  # in C: nothing can interrupt it
         todo: deque[Callable[[], object]] = deque((count_step, *then))
         # On KeyboardInterrupt a step can be resumed and completed; a scheduler or an average cannot.
-        step = functools.partial(step_optimizers, active, self._scaler)
+        step = functools.partial(step_optimizers, active, self.scaler)
         if are_plain() and not then and (self._guard is None or self._guard.goes_on):
             self._step_and(todo, step)
         else:

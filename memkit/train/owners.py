@@ -199,6 +199,11 @@ def list_optimizers(optimizer: Any, caller: Caller) -> list[Optimizer]:
     return optimizers
 
 
+def numbered(name: str, parts: Sequence[object]) -> dict[str, Any]:
+    """Return the parts by names: the first has no number."""
+    return {f"{name}{number}" if number > 1 else name: each for number, each in enumerate(parts, 1)}
+
+
 def constructor_call(caller: Caller, optimizer: str = "optimizer") -> str:
     """Return the call that constructs the user's object over an optimizer, or over a list of them."""
     first = "" if caller is ACCUMULATOR else "model, "

@@ -23,7 +23,7 @@ from memkit._core.errors import (
     warn_user,
 )
 from memkit._core.printable import counted
-from memkit._core.protocols import Average, Closing, MemoryWatch, Scheduler, Uncopied
+from memkit._core.protocols import Average, Closing, Composed, MemoryWatch, Scheduler, Uncopied
 from memkit._core.words import guided, taking_settings_of
 from memkit._gradients.loss import Loss, LossFn, call_loss_fn, check_loss_fn
 from memkit._machine import devices
@@ -55,7 +55,7 @@ from memkit.train.gradients import gradients_set_aside, list_parameters
 from memkit.train.inner_steps import refuse_inner_steps
 from memkit.train.models import device_of, evaluating, exchanges_statistics
 from memkit.train.offload import make_offload, read_offload
-from memkit.train.owners import check_owner, list_optimizers, read_model
+from memkit.train.owners import check_owner, list_optimizers, numbered, read_model
 from memkit.train.precision import Precision, PrecisionName
 from memkit.train.remedies import Remedies
 from memkit.train.saved_tensors import treat_saved_tensors
@@ -122,7 +122,7 @@ class StepResult:
     methods=("from_config", "train_step", "microbatches", "backward", "step", "evaluation", "trust_split"),
     rewrite=WRAPPER_REWRITE,
 )
-class MemoryEfficientTrainingWrapper(Uncopied, Closing, Overviewed):
+class MemoryEfficientTrainingWrapper(Uncopied, Closing, Composed, Overviewed):
     """Makes the training step of your own loop fit in memory, with the gradient of the whole batch.
 
     A batch is split into micro-batches whose gradients add up exactly. A micro-batch that runs out of memory is rolled
@@ -404,8 +404,16 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing, Overviewed):
         on in the same way, and the average, if any.
         """
         parts = {"model": self.model, "trainer": self}
-        parts |= _numbered("optimizer", self._optimizers) | _numbered("scheduler", self._schedules)
+        parts |= numbered("optimizer", self._optimizers) | numbered("scheduler", self._schedules)
         return parts if self._average is None else parts | {"average": self._average}
+
+    def way_to_save(self) -> str:
+        """Return the call that saves all."""
+        return "state.save(step, **trainer.parts()), and state.restore(**trainer.parts())"
+
+    def saved_with(self) -> Mapping[str, Any]:
+        """Return `parts`."""
+        return self.parts()
 
     def step_functions(self) -> list[Callable[..., Any]]:
         """Return the functions that run within a step: ``on_gradients``, and the step hooks of the optimizers."""
@@ -824,11 +832,6 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing, Overviewed):
         )
         attempt.is_added = True  # before anything else that may fail, which would add it once more
         attempt.loss = loss.detached(count)
-
-
-def _numbered(name: str, parts: Sequence[object]) -> dict[str, Any]:
-    """Return the parts by names: the first has no number."""
-    return {f"{name}{number}" if number > 1 else name: each for number, each in enumerate(parts, 1)}
 
 
 def _looking(

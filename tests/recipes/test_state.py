@@ -18,6 +18,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from memkit._core.errors import FileFormatError, InputTypeError, MemkitWarning, StateError
 from memkit.predict.virtual_gpu import VirtualGPU
+from memkit.recipes.enhanced import create_enhanced_train_loop
+from memkit.recipes.loop import MemoryEfficientTrainLoop
 from memkit.recipes.order import ResumableBatchSampler, ResumableLoader
 from memkit.recipes.state.manager import TrainingStateManager
 from memkit.train.accumulate import GradientAccumulator
@@ -395,6 +397,77 @@ def test_trained_parameters_that_are_saved_as_copies_are_not_told_of(tmp_path, f
     kept.form = lambda value: (value + 1).tolist()
     with pytest.warns(MemkitWarning, match=r"trains parameters .* of the shapes \(2,\)"):
         TrainingStateManager(tmp_path / "other").save(1, model=model, optimizer=optimizer, kept=kept)
+
+
+def scheduled_wrapper():
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule, average = lr_scheduler.CosineAnnealingLR(optimizer, 10), AveragedModel(model)
+    return MemoryEfficientTrainingWrapper(model, optimizer, scheduler=schedule, average=average)
+
+
+def test_what_a_wrapper_steps_and_nobody_saves_is_told_of_once(tmp_path):
+    trainer = scheduled_wrapper()
+    parts, state = trainer.parts(), TrainingStateManager(tmp_path)
+    some = {name: parts[name] for name in ("model", "optimizer", "trainer")}
+    with pytest.warns(MemkitWarning) as caught:
+        state.save(1, **some)
+    state.save(2, **some)  # a warning would be an error
+    (told,) = caught
+    assert "trainer, a MemoryEfficientTrainingWrapper, steps" in str(told.message)
+    assert "(scheduler, average)" in str(told.message)
+    assert str(told.message).endswith(
+        "write state.save(step, **trainer.parts()), and state.restore(**trainer.parts())."
+    )
+    with pytest.warns(MemkitWarning, match=r"steps .* \(model, optimizer, scheduler, average\)"):
+        TrainingStateManager(tmp_path / "alone").save(1, trainer=trainer)
+
+
+class Together:
+    """Somebody's own class that saves several objects."""
+
+    def __init__(self, **parts):
+        self.parts = parts
+
+    def state_dict(self):
+        return {name: each.state_dict() for name, each in self.parts.items()}
+
+    def load_state_dict(self, state):
+        for name, each in self.parts.items():
+            each.load_state_dict(state[name])
+
+
+def test_what_a_wrapper_steps_and_somebody_saves_is_not_told_of(tmp_path):
+    trainer = scheduled_wrapper()
+    parts = trainer.parts()
+    schedule, average = parts.pop("scheduler"), parts.pop("average")
+    names = iter("abcd")
+
+    def save(**objects):  # a warning would be an error
+        TrainingStateManager(tmp_path / next(names)).save(1, **objects)
+
+    save(**trainer.parts())
+    save(**parts, rate=schedule, smooth=average)
+    save(**parts, other=Together(schedule=schedule), both=nn.ModuleList([average]))
+    del parts["model"]
+    save(**parts, other=Together(schedule=schedule, average=average))  # the model is saved elsewhere
+
+
+def test_what_an_accumulator_and_a_loop_step_and_nobody_saves_is_told_of(tmp_path):
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    accumulator = GradientAccumulator(optimizer, scaler=torch.amp.GradScaler("cpu"))
+    with pytest.warns(MemkitWarning, match=r"\(scaler\).*optimizer=optimizer, scaler=scaler, accumulator=accumulator"):
+        TrainingStateManager(tmp_path / "sum").save(1, model=model, optimizer=optimizer, sum=accumulator)
+    plain = GradientAccumulator(optimizer, scaler=torch.amp.GradScaler("cpu", enabled=False))
+    TrainingStateManager(tmp_path / "plain").save(1, model=model, optimizer=optimizer, sum=plain)
+    loop = MemoryEfficientTrainLoop(scheduled_wrapper(), [torch.ones(2, 3)], lambda model, x: model(x).mean())
+    with pytest.warns(MemkitWarning, match=r"trainer, optimizer, scheduler, .*write .*\*\*loop\.objects\(\)"):
+        TrainingStateManager(tmp_path / "loop").save(1, model=loop.trainer.model, loop=loop)
+    TrainingStateManager(tmp_path / "whole").save(1, **loop.objects())
+    enhanced = create_enhanced_train_loop(loop)
+    with pytest.warns(MemkitWarning, match=r"write create_enhanced_train_loop\(\.\.\., state=state\)"):
+        TrainingStateManager(tmp_path / "enhanced").save(1, enhanced=enhanced)
 
 
 def test_objects_without_a_state_are_refused(tmp_path):

@@ -470,9 +470,9 @@ def test_an_accumulator_of_other_parameters(tmp_path):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     accumulator = GradientAccumulator(optimizer, 2)
     accumulator.backward(model(torch.ones(4, 5)).sum())
-    manager = saved(tmp_path, accumulator=accumulator)
+    manager = saved(tmp_path, optimizer=optimizer, accumulator=accumulator)
     other = GradientAccumulator(torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1), 2)
-    check_refused(manager, r"expected the gradients of 1 parameters", accumulator=other)
+    check_refused(manager, r"expected the gradients of 1 parameters", optimizer=optimizer, accumulator=other)
 
 
 # ---- random states
@@ -563,6 +563,6 @@ def test_warns_of_wrapper_with_other_precision(tmp_path):
 
     half, plain = make("fp16-mixed"), make(None)
     with pytest.warns(MemkitWarning, match="it has a loss scale, which is not used"):
-        saved(tmp_path / "half", trainer=half).restore(trainer=plain)
+        saved(tmp_path / "half", **half.parts()).restore(**plain.parts())
     with pytest.warns(MemkitWarning, match="it has no loss scale, which starts afresh"):
-        saved(tmp_path / "plain", trainer=plain).restore(trainer=half)
+        saved(tmp_path / "plain", **plain.parts()).restore(**half.parts())

@@ -20,7 +20,8 @@ from torch.utils.data import DataLoader
 
 from memkit._core.errors import FileFormatError, InputTypeError, warn_user
 from memkit._core.printable import list_some
-from memkit._core.protocols import Stateful
+from memkit._core.protocols import Composed, Stateful
+from memkit._recorder.rehearsal import Attributes
 from memkit._recovery.attempt import Done, Failed, unless_failed
 from memkit._torch.modules import loads_as_torch_does
 from memkit._torch.pytree import tree_leaves
@@ -109,6 +110,34 @@ def saved_state_of(target: Stateful) -> Mapping[str, Any]:
 
 
 def tell_of_unsaved(call: str, targets: Mapping[str, Stateful], states: Mapping[str, Any]) -> bool:
+    """Warn of what the objects train with and no state has; whether it did."""
+    has_told = [_tell_of_others(call, targets), _tell_of_parameters(call, targets, states)]
+    return any(has_told)
+
+
+def _tell_of_others(call: str, targets: Mapping[str, Stateful]) -> bool:
+    """Warn of objects that one of these steps and that are not saved, such as a wrapper's schedule; whether it did.
+
+    A model that is not saved here is known to be saved elsewhere, and what an object of the user's holds by that.
+    """
+    modules = [module for each in targets.values() if isinstance(each, nn.Module) for module in each.modules()]
+    rest = [each for each in targets.values() if not isinstance(each, (nn.Module, Optimizer, Composed))]
+    saved = {*map(id, targets.values()), *map(id, modules), *Attributes(rest).ids()}
+    for name, target in targets.items():
+        others = target.saved_with() if isinstance(target, Composed) else {}
+        bare = {key: unwrap_model(each) if isinstance(each, nn.Module) else each for key, each in others.items()}
+        unsaved = [key for key, each in bare.items() if id(each) not in saved]
+        if isinstance(target, Composed) and set(unsaved) - {"model"}:
+            warn_user(
+                f"{call}: {name}, a {type(target).__name__}, steps what its own state leaves out and no other object "
+                f"saves ({list_some(unsaved, 4)}): a resumed run begins with it anew. Way out: write "
+                f"{target.way_to_save()}."
+            )
+            return True
+    return False
+
+
+def _tell_of_parameters(call: str, targets: Mapping[str, Stateful], states: Mapping[str, Any]) -> bool:
     """Warn of parameters that an optimizer trains and no other object saves, such as a criterion's; whether it did.
 
     Where no model is saved here, they are known to be saved elsewhere.
