@@ -25,7 +25,7 @@ from memkit._gradients.loss import LossFn
 from memkit._machine.devices import allocator_counters
 from memkit._recovery.attempt import Done, unless_failed
 from memkit.memory.summary import memory_figures
-from memkit.recipes.loss_state import UnsavedState, Validations
+from memkit.recipes.loss_state import UnsavedState, Validations, tell_of_order
 from memkit.recipes.position import Position
 from memkit.recipes.reducers import Reducer
 from memkit.recipes.samplers import held_apart
@@ -471,6 +471,8 @@ class MemoryEfficientTrainLoop(Composed):
         if self._unsaved is not None:
             self._unsaved.tell(f"{_CALL}(state=...)", self._position.counted())
             self._looks_for_unsaved, self._unsaved = False, None
+        if of_loaders := self._position.samplers.changed_loaders():
+            tell_of_order(f"{_CALL}(state=...)", "the loader", of_loaders)
         self._timeline.start()
         self._state.save(self.num_steps, **metric, **self.objects())
         self._timeline.lap("save")

@@ -158,18 +158,23 @@ class UnsavedState:
         if of_data:
             warn_user(f"{call}: {reading_changes(of_data)} Way out: compute it from seed, epoch and index.")
         if of_samplers := self._samplers.changed():
-            warn_user(
-                f"{call}: an epoch changes what a sampler of the loader keeps ({list_some(of_samplers, 3)}), and that "
-                "is not saved: a resumed run begins with it anew, and its batches differ. Way out: draw the order from "
-                "the epoch, in a sampler with set_epoch(epoch), which the loop calls, or from a torch.Generator that "
-                "the sampler holds; or give it state_dict() and load_state_dict()."
-            )
+            tell_of_order(call, "a sampler of the loader", of_samplers)
         if self._data.have_drawn():
             warn_user(
                 f"{call}: the data set has drawn from a random generator of its own, and that is not saved: a resumed "
                 "run begins with it anew, and its samples differ. Way out: draw by torch.rand, np.random or random, "
                 "whose state is saved."
             )
+
+
+def tell_of_order(call: str, whose: str, changed: Sequence[str]) -> None:
+    """Warn of attributes of a loader or a sampler that an epoch changes: the next one's order may depend on them."""
+    warn_user(
+        f"{call}: an epoch changes what {whose} keeps ({list_some(changed, 3)}), and that is not saved: a resumed run "
+        "begins with it anew, and its batches differ if they depend on it. Way out: draw the order from the epoch, "
+        "in a set_epoch(epoch) method, which the loop calls, or from a torch.Generator that is an attribute; or give "
+        f"{whose} state_dict() and load_state_dict(state)."
+    )
 
 
 class Validations:

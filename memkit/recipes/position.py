@@ -58,7 +58,8 @@ class Position:
 
     def batches(self) -> Iterator[Any]:
         """Return the rest of the epoch; loading a state meanwhile ends it with a `StateError`."""
-        return self._give(self._begin())
+        is_whole = self.num_batches == 0
+        return self._give(self._begin(), is_whole=is_whole)
 
     def _tell_of_other_ranks(self, num_ranks: int) -> None:
         """Warn if finished batches are skipped that other ranks had: what a sampler made of them is not known."""
@@ -73,11 +74,14 @@ class Position:
                 "start: with the same batch_size * num_replicas another number of ranks continues exactly."
             )
 
-    def _give(self, batches: Iterator[Any]) -> Iterator[Any]:
+    def _give(self, batches: Iterator[Any], *, is_whole: bool) -> Iterator[Any]:
         num_loads = self._num_loads
         for batch in batches:
             if num_loads != self._num_loads:
                 refuse_to_go_on("MemoryEfficientTrainLoop")
+            if is_whole:
+                self.samplers.note_begun()
+                is_whole = False
             yield batch
         if num_loads != self._num_loads:  # otherwise this end of an epoch would count for the loaded state
             refuse_to_go_on("MemoryEfficientTrainLoop")
