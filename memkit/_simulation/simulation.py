@@ -49,6 +49,7 @@ from memkit._torch.dispatch import fake_mode, no_dispatch
 from memkit._torch.fake import FakeTensor, without_fake_log
 from memkit._torch.graph import graph_behind
 from memkit._torch.modules import APPLY, PAD_PACKED, rnn_functions
+from memkit._torch.optimizers import skip_early_steps
 from memkit._torch.pytree import children_of, tree_leaves
 from memkit._torch.ranks import is_sharded
 
@@ -298,9 +299,15 @@ class Simulation:
         """Make the watch that records a block from its start."""
         return Watch(self, self.place.make_recorder())
 
-    def passes(self) -> Iterator[Watch]:
-        """Yield watches for two passes over a step: the first one warms up, the second is recorded."""
+    def passes(self, optimizers: Sequence[Optimizer]) -> Iterator[Watch]:
+        """Yield watches for two passes over a step: the first one warms up, the second is recorded.
+
+        Args:
+            optimizers: Those of the step. The second pass takes the place of all later ones, the largest included.
+        """
         yield self.first_watch()
+        for each in optimizers:
+            skip_early_steps(each)
         yield self.watch()
 
     def first_watch(self) -> Watch:
@@ -586,7 +593,7 @@ class TrainingStep:
             with noting_failures(call, model, batch, guesses), spread(model, optimizer, place.device_type) as part:
                 with no_dispatch():  # tensors of an object that has no stand-ins are real
                     given = Attributes([batch])
-                for watch in simulation.passes():
+                for watch in simulation.passes(part.optimizers):
                     num_before = guesses.num_true
                     with watch:
                         watch.hold(part.model, batch, part.buckets)

@@ -24,6 +24,7 @@ __all__ = [
     "mark_stepped",
     "own_attributes",
     "own_step",
+    "skip_early_steps",
     "states_of_scaler",
     "step_hooks_of",
 ]
@@ -89,6 +90,23 @@ def mark_stepped(optimizer: Optimizer) -> None:
 def own_step(optimizer: Optimizer) -> Callable[..., Any]:
     """Return ``step(optimizer, closure)`` without torch's wrapper that calls the hooks."""
     return type(optimizer).step.__wrapped__  # type: ignore[attr-defined, no-any-return]  # torch puts its own around it
+
+
+# A step of theirs reads this value, and takes more memory once it has moved so far: RAdam's from the sixth step on,
+# where it divides by the square root of the variance, and ASGD's once it averages, after t0 steps.
+_LATER: dict[type[Optimizer], tuple[str, Callable[[torch.Tensor], object]]] = {
+    torch.optim.RAdam: ("step", lambda step: step.add_(10**6)),
+    torch.optim.ASGD: ("mu", lambda mu: mu.mul_(0.5)),
+}
+
+
+def skip_early_steps(optimizer: Optimizer) -> None:
+    """Let an optimizer of torch's step as after many steps, where this takes more memory than at first."""
+    for kind, (name, move) in _LATER.items():
+        if isinstance(optimizer, kind):
+            for state in optimizer.state.values():
+                if name in state:  # a subclass may have a state of its own
+                    move(state[name])
 
 
 def makes_state(optimizer: Optimizer | type[Optimizer]) -> bool:

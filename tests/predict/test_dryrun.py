@@ -45,6 +45,32 @@ def test_interval_contains_profiler_peak(name):
     assert low <= allocated_peak(real_step(step), step.model, step.batch) <= high + NUMBERS
 
 
+@pytest.mark.parametrize("is_own", [False, True])
+@pytest.mark.parametrize(
+    "make",
+    [
+        torch.optim.RAdam,
+        functools.partial(torch.optim.RAdam, betas=(0.9, 0.5)),  # never divides by the variance
+        functools.partial(torch.optim.ASGD, t0=4),
+    ],
+)
+def test_later_steps_of_an_optimizer_take_no_more(make, is_own):
+    model, x = nn.Linear(64, 256), torch.randn(8, 64)
+    run = make(model.parameters())
+    predicted = mk.estimate_memory_usage(
+        model, x, loss_fn=lambda model, x: model(x).mean(), optimizer=make(model.parameters()) if is_own else make
+    )
+    peaks = []
+    for _ in range(8):
+        with mk.Tracker(device="cpu") as tracker:
+            model(x).mean().backward()
+            run.step()
+            run.zero_grad()
+        peaks.append(tracker.peak_bytes)
+    assert predicted.confidence == "exact"
+    assert predicted.peak_bytes == pytest.approx(max(peaks), abs=NUMBERS)
+
+
 def test_the_class_says_whether_kernels_may_hide_memory():
     classes = {name: estimate_of(build(name)).confidence for name in ("physics_informed", "resnet", "lstm")}
     assert classes == {"physics_informed": "exact", "resnet": "workspace", "lstm": "workspace"}

@@ -303,7 +303,7 @@ class StepTrials:
             num_reads: list[int] = []  # in each forward
             noting = noting_failures(self.call, model, batch, guesses)
             with noting, self.arrange(model, optimizers, arrangement, most_steps=most_steps) as train_step:
-                for watch in simulation.passes():
+                for watch in simulation.passes(optimizers):
                     trace = StepTimes(self.speeds, names, self.kept_operators)
                     with trace if watch.is_recording else nullcontext(), watch:
                         watch.hold(model, batch)
