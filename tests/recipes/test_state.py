@@ -470,6 +470,74 @@ def test_what_an_accumulator_and_a_loop_step_and_nobody_saves_is_told_of(tmp_pat
         TrainingStateManager(tmp_path / "enhanced").save(1, enhanced=enhanced)
 
 
+class Slow(torch.optim.SGD):
+    """Keeps slow weights, as Lookahead does, in an attribute."""
+
+    def __init__(self, params, **settings):
+        super().__init__(params, lr=0.1, **settings)
+        self.slow = [[each.detach().clone() for each in group["params"]] for group in self.param_groups]
+        self.rate, self.views = torch.ones(1), list(self.param_groups[0]["params"])
+
+
+class SlowInState(Slow):
+    def __init__(self, params, **settings):
+        super().__init__(params, **settings)
+        for each, slow in zip(self.param_groups[0]["params"], self.slow[0], strict=True):
+            self.state[each]["slow"] = slow
+
+
+class SlowCopied(Slow):
+    def state_dict(self):
+        return {**super().state_dict(), "slow": [each.clone() for each in self.slow[0]]}
+
+
+class Around(torch.optim.Optimizer):
+    """Steps by another optimizer, whose state is not in its own."""
+
+    def __init__(self, params, kind):
+        super().__init__(params, {})
+        self.base = kind(self.param_groups)
+        self.param_groups = self.base.param_groups
+
+    def step(self):
+        self.base.step()
+
+
+class AroundShared(Around):
+    def __init__(self, params, kind):
+        super().__init__(params, kind)
+        self.base.state = self.state
+
+
+def stepped(make):
+    model = nn.Linear(3, 2)
+    optimizer = make(model.parameters())
+    model(torch.ones(4, 3)).sum().backward()
+    optimizer.step()
+    return {"model": model, "optimizer": optimizer}
+
+
+@pytest.mark.parametrize(
+    ("make", "name"), [(Slow, "Slow.slow"), (lambda params: Around(params, torch.optim.Adam), "Around.base")]
+)
+def test_tensors_that_an_optimizer_keeps_beside_its_state_are_told_of_once(make, name, tmp_path):
+    objects, state = stepped(make), TrainingStateManager(tmp_path)
+    with pytest.warns(MemkitWarning, match=rf"optimizer keeps tensors .* \({name}\) that its state_dict\(\) does not"):
+        state.save(1, **objects)
+    state.save(2, **objects)  # a warning would be an error
+
+
+OPTIMIZERS = [SlowInState, SlowCopied, lambda params: AroundShared(params, torch.optim.Adam)]
+for kind in list(vars(torch.optim).values()):
+    if isinstance(kind, type) and kind.__name__ not in ("Optimizer", "LBFGS", "Muon", "SparseAdam"):
+        OPTIMIZERS += [kind, type(f"Derived{kind.__name__}", (kind,), {"__module__": __name__})]
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS)
+def test_an_optimizer_whose_state_is_whole_is_not_told_of(make, tmp_path):
+    TrainingStateManager(tmp_path).save(1, **stepped(make))  # a warning would be an error
+
+
 def test_objects_without_a_state_are_refused(tmp_path):
     manager = TrainingStateManager(tmp_path)
     assert_refused(lambda: manager.save(0, history=[1]), InputTypeError, r"save\(history=\.\.\.\): got list")

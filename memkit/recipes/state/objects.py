@@ -18,12 +18,14 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
+from memkit._core.attributes import attributes_of
 from memkit._core.errors import FileFormatError, InputTypeError, warn_user
 from memkit._core.printable import list_some
 from memkit._core.protocols import Composed, Stateful
 from memkit._recorder.rehearsal import Attributes
 from memkit._recovery.attempt import Done, Failed, unless_failed
 from memkit._torch.modules import loads_as_torch_does
+from memkit._torch.optimizers import own_attributes
 from memkit._torch.pytree import tree_leaves
 from memkit._torch.tensors import has_storage, storage_key
 from memkit.recipes.state.plain import Flattener
@@ -111,7 +113,17 @@ def saved_state_of(target: Stateful) -> Mapping[str, Any]:
 
 def tell_of_unsaved(call: str, targets: Mapping[str, Stateful], states: Mapping[str, Any]) -> bool:
     """Warn of what the objects train with and no state has; whether it did."""
-    has_told = [_tell_of_others(call, targets), _tell_of_parameters(call, targets, states)]
+    # A model's own values do not count: slow weights are equal to them from time to time.
+    saved = tree_leaves({name: state for name, state in states.items() if not isinstance(targets[name], nn.Module)})
+    has_told = [
+        _tell_of_others(call, targets),
+        _tell_of_parameters(call, targets, states),
+        *(
+            _tell_of_attributes(call, name, each, saved)
+            for name, each in targets.items()
+            if isinstance(each, Optimizer)
+        ),
+    ]
     return any(has_told)
 
 
@@ -164,6 +176,35 @@ def _tell_of_parameters(call: str, targets: Mapping[str, Stateful], states: Mapp
             )
             return True
     return False
+
+
+def _tell_of_attributes(call: str, name: str, optimizer: Optimizer, saved: Sequence[object]) -> bool:
+    """Warn of tensors like its parameters, such as slow weights, that an optimizer has in attributes alone."""
+    if type(optimizer).__module__.startswith("torch."):
+        return False
+    parameters = _list(optimizer)
+    shapes = {each.shape for each in parameters if each.numel() > 1}  # others are a rate or a count
+    there = [*saved, *parameters, *(each.grad for each in parameters)]
+    storages = {storage_key(each.untyped_storage()) for each in there if has_storage(each)}
+    unsaved = [
+        f"{type(optimizer).__name__}.{attribute}"
+        for attribute, value in own_attributes(attributes_of(optimizer)).items()
+        if any(
+            each.shape in shapes
+            and each.is_floating_point()
+            and storage_key(each.untyped_storage()) not in storages
+            and not _is_copied(each, saved)
+            for each in tree_leaves(dict(value.state) if isinstance(value, Optimizer) else value)
+            if has_storage(each)
+        )
+    ]
+    if unsaved:
+        warn_user(
+            f"{call}: {name} keeps tensors of the shapes of its parameters ({list_some(unsaved, 3)}) that its "
+            "state_dict() does not have: a resumed run begins with them anew. If a later step reads them, as slow "
+            "weights, it differs. Way out: keep them in the optimizer's state, self.state[p]['slow'] = p.clone()."
+        )
+    return bool(unsaved)
 
 
 def _is_copied(parameter: Tensor, saved: Sequence[object]) -> bool:
