@@ -192,18 +192,31 @@ class GradientAccumulator(Uncopied, Closing, Composed):
             loss,
             weight,
             reduction=reduction,
-            expected=0.0 if self._sum.predivisor is not None else float(weight) * self._accumulation_steps,
+            expected=self._expected(weight),
             retain_graph=retain_graph,
             all_or_nothing=all_or_nothing,
             is_whole=self._accumulation_steps == 1,
+            is_exact=True,
         )
         if note is not None and self._weights is not None:
             self._weights.add(note)
         if self.num_microbatches == self._accumulation_steps and not self._sum.is_announced:
             self._sum.settle()
 
+    def _expected(self, weight: float | torch.Tensor) -> float:
+        """Return the group's weight if all of its micro-batches are like its first; 0 to keep the last group's.
+
+        Nothing waits for a device to know it, and ranks need not agree once more.
+        """
+        is_first = self._sum.predivisor is None or not (self.num_microbatches or self._sum.shards)
+        is_known = self._sum.predivisor is None or not isinstance(weight, torch.Tensor)
+        return float(weight) * self._accumulation_steps if is_first and is_known else 0.0
+
     def expect(self, count: float) -> None:
-        """Announce the next group's total weight, between two groups; its step then need not normalize."""
+        """Announce the next group's total weight, between two groups.
+
+        Its step then need not normalize, and hooks in the graph see each gradient as the whole batch's backward does.
+        """
         self._sum.expect(float(read_count(count, stay_on_device=False, call="accumulator.expect(count)")))
 
     def step(self) -> bool:

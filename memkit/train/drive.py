@@ -235,7 +235,7 @@ class BatchDriver:
             may_run_out=loss_fn is not None and not (run.forced is not None and run.forced.is_predicted),
             is_widened=how.is_mixed(),
         )
-        verdict = yield from self._examine(ways, loss_fn, is_uneven=is_uneven)
+        verdict = yield from self._examine(ways, loss_fn, num_parts=len(sizes), is_uneven=is_uneven)
         try:
             return watch.settle(verdict, run, is_last=is_last)
         except MemkitError as error:
@@ -264,12 +264,19 @@ class BatchDriver:
         ways: Sequence[Way],
         loss_fn: LossFn | None,
         *,
+        num_parts: int = 1,
         is_uneven: bool = False,
         around_whole: Callable[[], contextlib.AbstractContextManager[None]] | None = None,
     ) -> Generator[CheckAttempt, None, SplitVerdict]:
         roots = [] if loss_fn is None else [loss_fn]
         examination = Examination(
-            self._model, self._computation, roots, ways, is_uneven=is_uneven, around_whole=around_whole
+            self._model,
+            self._computation,
+            roots,
+            ways,
+            num_parts=num_parts,
+            is_uneven=is_uneven,
+            around_whole=around_whole,
         )
         try:
             for attempt in examination.attempts():

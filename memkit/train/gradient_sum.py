@@ -65,6 +65,7 @@ from memkit.train.owners import check_steps_later, constructor_call, list_optimi
 from memkit.train.ranks import Ranks, Replicas, Shards, clip_gradients, find_ranks, widen_for_step
 
 _VERSION = 2
+_HALF = (torch.float16, torch.bfloat16)
 _MOST = 2.0**1023  # the largest power of two; if the weights' sum is more, `end` refuses it
 _STATE = ("predivisor", "count", "num_microbatches", "num_steps", "factor", "gradients")
 Weight = float | torch.Tensor
@@ -92,7 +93,8 @@ class GradientSum:
         ranks: Ranks that share the gradient; None for a single process.
         shards: These if the parameters are sharded over them, else None.
         predivisor: The sum is kept divided by this, so that it is about as large as the mean and does not overflow in
-            half precision. A power of two, which adds no rounding, derived from the first weight; or set by `expect`.
+            half precision. Derived from the first weight: the likely total, or a power of two near it, which adds no
+            rounding; or set by `expect`.
         scaler: The loss scaler; None if there is none that is on.
         num_microbatches: Micro-batches in the sum.
         is_announced: Whether the sum's total weight was announced.
@@ -185,6 +187,7 @@ class GradientSum:
         retain_graph: bool = False,
         all_or_nothing: bool = False,
         is_whole: bool = False,
+        is_exact: bool = False,
     ) -> None:
         """Add one micro-batch's gradient.
 
@@ -192,19 +195,20 @@ class GradientSum:
             loss: 0-dim, with its graph; or a constant of weight zero, but on sharded parameters.
             weight: The micro-batch's weight.
             reduction: Whether ``loss`` is the mean or the sum over its weight.
-            expected: The sum's weight that the first micro-batch assumes, if `expect` was not called.
+            expected: The sum's weight that this micro-batch suggests; 0 keeps what an earlier one did.
             retain_graph: As in `torch.Tensor.backward`.
             all_or_nothing: Compute the whole gradient before adding any of it, where that is possible.
             is_whole: Whether it is a group by itself.
+            is_exact: Whether ``expected`` may well be the sum's weight: it is then taken as it is.
         """
         self._open()
         # A constant adds nothing. A mean of nothing may be NaN; a sum may hold more than what is counted, such as that
         # of all anchors of images without objects.
         factor = float(weight) if reduction == "mean" else float(loss.requires_grad)
-        if self.predivisor is None:
-            # By itself, a micro-batch has the plain backward: hooks see its gradient as it is.
-            is_exact = is_whole and self.shards is None and expected > 0
-            predivisor = float(expected) if is_exact else self._power_of_two(expected)
+        if self.predivisor is None or (expected > 0 and not self.is_announced):
+            # In half precision a third would be rounded to three digits; a power of two is not.
+            is_exact = is_exact and self.shards is None and expected > 0 and loss.dtype not in _HALF
+            predivisor = self._divisor(expected) if is_exact else self._power_of_two(expected)
             self.predivisor = predivisor or (1.0 if factor else None)
         if (factor and self._trainable) or self.shards:  # the other shards wait for this rank's backward
             factor /= self.predivisor or 1.0
@@ -545,6 +549,12 @@ class GradientSum:
         finally:  # again after an interrupt; finished actions are not repeated
             if todo and (stepped or (guard is not None and guard.has_stepped)):
                 _do_all(todo)
+
+    def _divisor(self, expected: float) -> float | None:
+        """Return the divisor with which a backward starts at the whole's scale: hooks see gradients as they are."""
+        if self._objective == "mean":
+            return float(expected)
+        return self._power_of_two(expected) if self.scaler else 1.0  # a scaled sum may overflow in float16
 
     def _power_of_two(self, count: Weight) -> float | None:
         expected = min(float(count), _MOST)

@@ -115,6 +115,12 @@ _ADVICE = {
     "whole batch and n that of the part; memkit.SplitLoss(reduction='sum') adds up the parts.",
     "state": "Each forward changes state that the loss depends on ({names}), so it changes once per micro-batch "
     "instead of once per batch: update it {how}, or keep the batch whole.",
+    "scale": "The backward is not linear in the gradient that comes in, as that of a hook which clamps an activation's "
+    "gradient, or of an autograd.Function which clips it; and how much all counts are together is known only after the "
+    "last part, so the gradient comes into each part at another scale than into the whole batch. Let each row carry "
+    "the whole batch's number of items per row, and return a mean over rows, which comes in at the whole's scale: "
+    "`return (losses_of_rows / batch['items_per_row']).mean()`, without a count; or clip the parameters' gradients "
+    "instead (max_grad_norm), or keep the batch whole: one micro-batch, and on_oom='raise'.",
     "hooks": "Hooks on parameters see the gradient of each micro-batch, or the sum so far, and change it otherwise "
     "than that of the whole: let them work on .grad before the step, by optimizer.register_step_pre_hook(...), or clip "
     "with max_grad_norm; SplitLoss runs them once per batch.",
@@ -145,7 +151,8 @@ class SplitVerdict:
         loss: Any other cause. ``"rows"``: the loss, or the model in evaluation mode too, mixes the rows.
             ``"weights"``: the loss is a mean over something other than rows. ``"sum"``: it is a sum over them.
             ``"state"``: see `state`. ``"hooks"``: hooks on parameters treat the parts of a gradient differently from
-            the whole.
+            the whole. ``"scale"``: the loss comes with a count, and its backward is not linear in the gradient that
+            comes in.
         reason: Why it was not checked.
         is_out_of_memory: Whether it was not checked because memory ran out.
         is_partial: Whether memory ran out where the losses of two of the step's own parts were to be compared: fewer
@@ -165,7 +172,7 @@ class SplitVerdict:
     error: float | None = None
     modules: tuple[str, ...] = ()
     state: tuple[str, ...] = ()
-    loss: Literal["rows", "weights", "sum", "state", "hooks"] | None = None
+    loss: Literal["rows", "weights", "sum", "state", "hooks", "scale"] | None = None
     reason: str = ""
     is_out_of_memory: bool = False
     is_partial: bool = False
@@ -327,6 +334,7 @@ class Examination:
         how: How the step computes its gradients; autocast is off for a check in full precision.
         roots: Other objects whose state a run may change: the loss function.
         ways: Ways to split, cheapest first; the next one is tried if one fails or sees no gradient.
+        num_parts: Number of parts that the step has.
         is_uneven: Whether losses were divided by something not proportional to the parts' rows; real parts are checked.
         around_whole: Context for runs of the whole, to compare two ways to compute it; no cause is then searched for.
     """
@@ -338,6 +346,7 @@ class Examination:
         roots: Sequence[object],
         ways: Sequence[Way],
         *,
+        num_parts: int = 1,
         is_uneven: bool = False,
         around_whole: Callable[[], contextlib.AbstractContextManager[None]] | None = None,
     ) -> None:
@@ -356,6 +365,7 @@ class Examination:
         self._kind: tuple[tuple[str, ...], ...] = ()
         self._doubt: SplitVerdict | None = None
         self._num_compared, self._only_losses = 0, False
+        self._num_parts, self._has_exact_weights, self._unit = num_parts, False, 1.0
         self._not_reached: list[RowLimit] = []  # that were not reached in the comparison of the most rows
         self._ranked: tuple[CutBatch | None, list[tuple[float, ...]]] = None, []  # of the last comparison
         self._has_count = False
@@ -576,6 +586,7 @@ class Examination:
     def _compare(self, parts: CutBatch) -> Attempts:
         self._close()
         self._rehearsal, self._where, self._prepare = self._new_rehearsal(), parts, _leave
+        self._has_exact_weights = False
         whole = yield from self._run_whole()
         if whole is None:
             return self._not_checked()
@@ -651,7 +662,7 @@ class Examination:
                 if found is not None and (yield from self._weigh(whole, found[0]))[1]:
                     return SplitVerdict(exact=True, error=error)
             return (yield from self._judge_without_noise(parts))
-        return (yield from self._find_cause(whole, separate, error))
+        return (yield from self._explain(whole, separate, error))
 
     # ------------------------------------------------------------------ runs
 
@@ -671,7 +682,8 @@ class Examination:
                     self._prepare()
                 yield
 
-        self._attempt = CheckAttempt(part, size, self._take, around(), in_full_precision=self._in_full_precision)
+        take = functools.partial(self._take, is_whole=is_whole)
+        self._attempt = CheckAttempt(part, size, take, around(), in_full_precision=self._in_full_precision)
         yield self._attempt
         self._has_run_out = self._has_run_out or self._attempt.is_out_of_memory
         return self._attempt.gradient if not self._attempt.error else None
@@ -712,7 +724,7 @@ class Examination:
             start += size
         return gradients, names
 
-    def _take(self, loss: Loss, size: int) -> _Gradient:
+    def _take(self, loss: Loss, size: int, *, is_whole: bool) -> _Gradient:
         """Run backward and return its gradient, sketching each parameter's as soon as backward has it."""
         self._rehearsal.end_forward()
         parameters, self._has_count = self._trained(), loss.count is not None
@@ -722,6 +734,9 @@ class Examination:
         else:
             count = float(loss.count)
             slope = count if loss.reduction == "mean" else 1.0
+        if not adds_up:
+            unit = self._unit_of(count, is_whole=is_whole)
+            slope, count = slope / unit, count / unit
         root = loss.value.reshape(())
         if self._only_losses:
             return _Gradient([], count, float(root.detach().real) * slope if slope else 0.0, adds_up)
@@ -779,6 +794,18 @@ class Examination:
         twice = _after_hooks(hooks, parameter, [part, gradient - part])
         limit = gradient.norm() * (_CLEAR if gradient.dtype in _HALF else _TOLERANCE)
         self._is_sum_changed = once is None or twice is None or bool((once - twice).norm() > limit)
+
+    def _unit_of(self, weight: float, *, is_whole: bool) -> float:
+        """Return what a run's weight is divided by, so that its backward starts at the scale of the step's.
+
+        A whole batch's mean has a slope of about 1, and each part of it its share. Only where counts weigh the parts,
+        the step has to begin without knowing their total, so its parts start at up to as many times their share as
+        there are parts: a backward that is not linear shows then. Powers of two round nothing.
+        """
+        if is_whole:
+            self._unit = _power_of_two(weight)
+        is_share = is_whole or not self._has_count or self._has_exact_weights
+        return self._unit if is_share else self._unit / _power_of_two(self._num_parts)
 
     def _trained(self) -> list[nn.Parameter]:
         """Return the parameters that are compared: those that are trained after the first forward."""
@@ -867,7 +894,7 @@ class Examination:
             return SplitVerdict(exact=True, error=error)
         if (yield from self._is_noise(whole)):  # of draws other than dropout's, which only the parts' runs show
             return self._not_checked(reason)
-        return (yield from self._find_cause(whole, separate, error))
+        return (yield from self._explain(whole, separate, error))
 
     def _judge_not_finite(self) -> Attempts:
         """If the whole's gradient is not finite, accept parts that are not finite either."""
@@ -875,6 +902,16 @@ class Examination:
         if found is not None and _is_finite(found[0].vectors):
             return SplitVerdict(exact=False, error=math.inf, loss="rows")
         return self._uninformative(self._not_finite)
+
+    def _explain(self, whole: _Gradient, in_order: list[_Gradient], error: float) -> Attempts:
+        """Find out whether the parts differ only because counts weigh them; if not, find the cause."""
+        if self._has_count and not self._has_exact_weights:
+            self._has_exact_weights = True  # for the other causes, too
+            again = yield from self._run_parts()
+            if again is not None and (yield from self._weigh(whole, again[0]))[1]:
+                return SplitVerdict(exact=False, error=error, loss="scale")
+            in_order = in_order if again is None else again[1]
+        return (yield from self._find_cause(whole, in_order, error))
 
     def _find_cause(self, whole: _Gradient, in_order: list[_Gradient], error: float) -> Attempts:
         """Find the cause by elimination."""
@@ -1131,7 +1168,7 @@ def check_split(
     except InputError as error:
         return SplitVerdict(None, modules=scan_modules(model), reason=str(error))
     how = Computation(lambda: [each for each in given if each.requires_grad])
-    examination = Examination(model, how, [loss_fn], ways)
+    examination = Examination(model, how, [loss_fn], ways, num_parts=num_parts)
     for run in examination.attempts():
         run.part = unmark_samples(run.part)
         with run as micro:
@@ -1219,6 +1256,10 @@ def _errors(whole: _Gradient, other: _Gradient) -> tuple[Vector, Vector]:
     differences = [0.0 if a is b else float(np.linalg.norm(_minus(a, b))) for a, b in pairs]
     norms = [0.0 if a is None else float(np.linalg.norm(a)) for a, _ in pairs]
     return np.array(differences), np.array(norms)
+
+
+def _power_of_two(weight: float) -> float:
+    return 2.0 ** math.ceil(math.log2(weight)) if 0 < weight < math.inf else 1.0
 
 
 def _mean_loss(gradient: _Gradient) -> float:

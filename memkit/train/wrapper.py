@@ -829,6 +829,7 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing, Composed, Overviewed):
             expected=expected,
             all_or_nothing=attempt.is_trial,
             is_whole=attempt.size == attempt.batch_size,
+            is_exact=attempt.size == attempt.batch_size,
         )
         attempt.is_added = True  # before anything else that may fail, which would add it once more
         attempt.loss = loss.detached(count)

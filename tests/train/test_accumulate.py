@@ -17,7 +17,15 @@ import memkit as mk
 from memkit._torch.optimizers import has_step_hooks
 from memkit.recipes.state.objects import without_pending
 from memkit.train import gradient_sum
-from tests.helpers import assert_refused, assert_same, flat_gradient, gradients, one_in_product, relative_error
+from tests.helpers import (
+    assert_refused,
+    assert_same,
+    flat_gradient,
+    gradient_of,
+    gradients,
+    one_in_product,
+    relative_error,
+)
 from tests.toys import mean_square, out_of_memory
 
 ROWS, TOKENS, CLASSES = 48, 6, 7
@@ -169,9 +177,7 @@ def test_class_weighted_mean_weighed_by_tokens_is_wrong():
 def test_zero_count_contributes_nothing_even_with_nan_mean(count, position):
     def run(with_empty):
         model, x, y, weight = make_problem()
-        accumulator = mk.GradientAccumulator(
-            torch.optim.SGD(model.parameters(), lr=0.1), accumulation_steps=2 + with_empty
-        )
+        accumulator = mk.GradientAccumulator(torch.optim.SGD(model.parameters(), lr=0.1), accumulation_steps=3)
         parts = [token_loss(model, x[:7], y[:7], weight), token_loss(model, x[20:], y[20:], weight)]
         if with_empty:
             empty = F.cross_entropy(model(x[7:12]).flatten(0, 1), y[7:12].flatten())
@@ -180,6 +186,33 @@ def test_zero_count_contributes_nothing_even_with_nan_mean(count, position):
         return stepped_gradient(accumulator, model, ((part, {}) for part in parts))
 
     assert_same(run(with_empty=True), run(with_empty=False))
+
+
+def losses_with_clamped_gradients(model, x):
+    h = model(x)
+    h.register_hook(lambda gradient: gradient.clamp(-0.02, 0.02))
+    return h.pow(2)
+
+
+@pytest.mark.parametrize("form", ["no counts", "equal counts", "announced", "sums"])
+def test_a_hook_that_clamps_sees_the_gradient_of_the_whole_batch(form):
+    """In the second group too, whose counts are not those of the first."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3).double()
+    reduction = "sum" if form == "sums" else "mean"
+    reduced = torch.sum if form == "sums" else torch.mean
+    accumulator = mk.GradientAccumulator(torch.optim.SGD(model.parameters(), lr=0.0), 3, objective=reduction)
+    for sizes in (1, 1, 1), (2, 5, 3) if form in {"announced", "sums"} else (5, 5, 5):
+        x = torch.randn(sum(sizes), 4).double()
+        whole = gradient_of(reduced(losses_with_clamped_gradients(model, x)), model, flat=True)
+        if form == "announced":
+            accumulator.expect(len(x))
+        counts = sizes if form in {"equal counts", "announced"} else [None] * 3
+        microbatches = (
+            ((reduced(losses_with_clamped_gradients(model, part)), count), {"reduction": reduction})
+            for part, count in zip(x.split(sizes), counts, strict=True)
+        )
+        assert relative_error(stepped_gradient(accumulator, model, microbatches), whole) < 1e-14
 
 
 def test_weightless_group_does_not_step():
@@ -217,16 +250,16 @@ def test_tail_group_has_the_right_size(num_batches, steps):
         assert abs((got.norm() / flat_gradient(model).norm()).item() - 1) <= 1e-12
 
 
-def test_equal_powers_of_two_are_bit_identical_to_the_plain_loop():
+@pytest.mark.parametrize(("num_parts", "size"), [(4, 8), (3, 5)])
+def test_equal_counts_are_bit_identical_to_the_plain_loop(num_parts, size):
     model, x, _, _ = make_problem()
     plain = copy.deepcopy(model).float()
     model = model.float()
-    accumulator = mk.GradientAccumulator(torch.optim.SGD(model.parameters(), lr=0.1), accumulation_steps=4)
-    for part in x[:32].float().split(8):
-        (plain(part).pow(2).mean() / 4).backward()
-    got = stepped_gradient(
-        accumulator, model, (((model(part).pow(2).mean(), 8), {}) for part in x[:32].float().split(8))
-    )
+    accumulator = mk.GradientAccumulator(torch.optim.SGD(model.parameters(), lr=0.1), num_parts)
+    parts = x[: num_parts * size].float().split(size)
+    for part in parts:
+        (plain(part).pow(2).mean() / num_parts).backward()
+    got = stepped_gradient(accumulator, model, (((model(part).pow(2).mean(), size), {}) for part in parts))
     assert_same(got, flat_gradient(plain))
 
 

@@ -25,7 +25,15 @@ from memkit.train.split_check import Computation, Examination, check_split
 from memkit.train.split_ways import ways_to_cut
 from memkit.train.wrapper import MemoryEfficientTrainingWrapper
 from tests.allocations import trace_allocations
-from tests.helpers import assert_refused, assert_same, gradient_of, one_in, one_in_product, relative_error
+from tests.helpers import (
+    assert_refused,
+    assert_same,
+    flat_gradient,
+    gradient_of,
+    one_in,
+    one_in_product,
+    relative_error,
+)
 from tests.search.batches import Data, cast, make_fields
 from tests.search.doing import tell
 from tests.search.losses import LOSSES
@@ -921,6 +929,80 @@ def test_hooks_on_parameters_see_the_gradient_of_each_part():
     verdict = check_split(model, torch.randn(ROWS, 6), mean_square)
     assert (verdict.exact, verdict.loss) == (False, "hooks")
     assert "max_grad_norm" in verdict.advice
+
+
+class ClampedGradient(nn.Module):
+    """Clamps the gradient of an activation, as loops for recurrent networks do."""
+
+    def __init__(self, most=1e-3):
+        super().__init__()
+        self.most = most
+        self.layer = nn.Linear(6, 5)
+
+    def forward(self, x):
+        h = self.layer(x)
+        if h.requires_grad:
+            h.register_hook(lambda gradient: gradient.clamp(-self.most, self.most))
+        return h
+
+
+def tokens_with_padding():
+    targets = torch.randint(5, (ROWS, 7))
+    targets[torch.rand(ROWS, 7) < 0.4] = -100
+    valid = (targets != -100).sum()
+    return {"x": torch.randn(ROWS, 7, 6), "targets": targets, "items_per_row": (valid.double() / ROWS).expand(ROWS)}
+
+
+def token_losses(model, batch):
+    return F.cross_entropy(model(batch["x"]).transpose(1, 2), batch["targets"], reduction="none")
+
+
+def mean_over_tokens(model, batch):
+    valid = (batch["targets"] != -100).sum()
+    return Loss(mean=token_losses(model, batch).sum() / valid, count=valid)
+
+
+def sum_over_tokens(model, batch):
+    return Loss(sum=token_losses(model, batch).sum(), count=(batch["targets"] != -100).sum())
+
+
+def mean_over_rows(model, batch):
+    return (token_losses(model, batch).sum(1) / batch["items_per_row"]).mean()
+
+
+@pytest.mark.parametrize("loss_fn", [mean_over_tokens, sum_over_tokens])
+def test_a_backward_that_is_not_linear_is_found_where_counts_weigh_the_parts(loss_fn):
+    model, batch = ClampedGradient().double(), cast(tokens_with_padding(), torch.float64)
+    verdict = check_split(model, batch, loss_fn)
+    assert (verdict.exact, verdict.loss) == (False, "scale")
+    assert "batch['items_per_row']" in verdict.advice
+    # A clamp that no gradient reaches is none; the check's slopes are about those of the step.
+    assert check_split(ClampedGradient(most=1.0).double(), batch, loss_fn).exact is True
+    with pytest.warns(mk.MemkitWarning, match="a hook which clamps an activation's gradient"):
+        split = gradient_of_parts(model, batch, loss_fn)
+    assert relative_error(split, gradient_of(loss_fn(model, batch).average(), model, flat=True)) > 0.01
+
+
+@pytest.mark.parametrize("num_parts", [2, 3])
+def test_a_mean_over_rows_has_the_whole_scale_in_a_backward_that_is_not_linear(num_parts):
+    """The way out that the advice names."""
+    model, batch = ClampedGradient().double(), cast(tokens_with_padding(), torch.float64)
+    assert check_split(model, batch, mean_over_rows).exact is True
+    whole = gradient_of(mean_over_tokens(model, batch).mean, model, flat=True)
+    assert relative_error(gradient_of_parts(model, batch, mean_over_rows, num_parts), whole) < 1e-14
+
+
+def gradient_of_parts(model, batch, loss_fn, num_parts=3):
+    found = []
+    trainer = mk.MemoryEfficientTrainingWrapper(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.0),
+        accumulation_steps=num_parts,
+        probe="require",
+        on_gradients=lambda model: found.append(flat_gradient(model)),
+    )
+    trainer.train_step(batch, loss_fn)
+    return found[0]
 
 
 @pytest.mark.parametrize(
