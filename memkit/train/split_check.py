@@ -451,6 +451,8 @@ class Examination:
 
     def _is_worthwhile(self, way: Way, verdict: SplitVerdict) -> bool:
         """Return whether another comparison can tell more than the previous ones."""
+        if way.after_errors:
+            return verdict.exact is None and self._has_compared and bool(self._attempt.error)
         if way.is_further and self._has_compared:
             return verdict.exact is True or verdict.is_uninformative
         return not (way.is_sorted and self._was_unequal_sorted)

@@ -57,6 +57,8 @@ class Way:
         is_real: Whether the parts are those of the step.
         is_sorted: Whether the rows are in a different order than in the batch.
         is_further: Whether it is run if the previous ways were found equal, in case that was by accident.
+        after_errors: Whether it is run only if the previous ways raised: its rows keep the batch's order, which a model
+            may need (sequences sorted by length).
         only_losses: Whether it is for more rows than a backward has room for: losses alone are compared. If the parts
             are not those of the step, only where gradients of hardly any rows were.
     """
@@ -66,6 +68,7 @@ class Way:
     is_real: bool = False
     is_sorted: bool = False
     is_further: bool = False
+    after_errors: bool = False
     only_losses: bool = False
 
 
@@ -124,7 +127,9 @@ def ways_to_cut(
 
     few = way(_few_rows, sizes, at_most)
     in_another_order = way(functools.partial(_few_rows, keeps_groups=False), sizes, at_most, is_sorted=True)
-    two, two_rows = way(_some_parts, sizes, 2, is_real=True), way(_few_rows, [1], 2, is_smaller=True)
+    few_in_order = way(functools.partial(_few_rows, in_order=True), sizes, at_most, after_errors=True)
+    two = way(_some_parts, sizes, 2, is_real=True)
+    two_rows = way(functools.partial(_few_rows, in_order=True), [1], 2, is_smaller=True)
     losses = [way(_rows_of_losses, sizes, n, is_smaller=not is_tight, only_losses=True) for n in _NUMS_LOOKED_AT]
     # Without a graph two parts take about as much as a step of one.
     has_room = (is_first or adds_parts) and (may_run_out or not is_tight)
@@ -136,7 +141,7 @@ def ways_to_cut(
         parts = [replace(two, is_further=True)] if may_run_out else []
         if may_run_out and len(sizes) > 2 and num_rows <= _MOST_ROWS:
             parts += [way(_some_parts, sizes, len(sizes), is_real=True, is_further=True)]
-        return [in_another_order, alike, *parts, few, two_rows, two_rows, *losses]
+        return [in_another_order, alike, *parts, few, few_in_order, two_rows, two_rows, *losses]
     in_order, num_looked_at = few, min(at_most, max(sizes))
     number = min(len(sizes), at_most // max(sizes))
     if number > 1:
@@ -240,12 +245,18 @@ def _have_the_same_labels(batch: Any, num_rows: int, sizes: Sequence[int]) -> bo
 
 
 def _few_rows(
-    batch: Any, num_rows: int, sizes: Sequence[int], at_most: int, *, keeps_groups: bool = True
+    batch: Any,
+    num_rows: int,
+    sizes: Sequence[int],
+    at_most: int,
+    *,
+    keeps_groups: bool = True,
+    in_order: bool = False,
 ) -> CutBatch | None:
     """Choose a few dissimilar rows, in two parts; no more than one real part has, which is known to fit.
 
     If groups of rows may belong together, the split is between them. Whole groups are chosen, or, unless
-    ``keeps_groups``, rows one by one.
+    ``keeps_groups``, rows one by one. They are sorted so that the parts are dissimilar too, unless ``in_order``.
     """
     if num_rows < 2:
         return None
@@ -257,6 +268,7 @@ def _few_rows(
     cut, size = (num_groups * 5 + 4) // 8 * unit, unit * num_groups
     step = unit if keeps_groups else 1
     blocks = _unlike(batch, num_rows, range(0, num_rows + 1, step), size // step)
+    blocks = sorted(blocks) if in_order else blocks
     return _cut(batch, num_rows, blocks, [cut, size - cut])
 
 

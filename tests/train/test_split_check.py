@@ -1403,6 +1403,39 @@ def test_limits_that_no_batch_reaches_are_not_warned_of(loss_fn, num_parts):
         trainer.train_step(batch, loss_fn)
 
 
+class OfSortedSequences(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(4, 8, batch_first=True), nn.Linear(8, 5)
+
+    def forward(self, x, lengths):
+        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True)  # in decreasing order, or it raises
+        return self.head(self.lstm(packed)[1][0][-1])
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "most", "is_right"), [(8, 4, True), (8, 4, False), (96, 48, True), (96, 6, True), (4, 2, True)]
+)
+def test_rows_that_a_model_needs_in_order_are_checked_in_order(num_rows, most, is_right):
+    """After an out-of-memory too, when a few rows stand for the batch."""
+    torch.manual_seed(0)
+    lengths = torch.randint(3, 20, (num_rows,)).sort(descending=True).values
+    batch = torch.randn(num_rows, 20, 4), lengths, torch.randint(5, (num_rows,))
+
+    def loss_fn(model, batch):
+        losses = F.cross_entropy(model(*batch[:2]), batch[2], reduction="none")
+        return losses.mean() if is_right else losses.square().mean().sqrt()
+
+    model = OfSortedSequences()
+    trainer = mk.MemoryEfficientTrainingWrapper(model, torch.optim.SGD(model.parameters(), lr=0.1), probe="require")
+    if is_right:
+        with pytest.warns(mk.MemkitWarning, match="the batch is cut into micro-batches"):
+            assert max(trainer.train_step(batch, fits(most, loss_fn)).sizes) == most
+        return
+    with pytest.raises(mk.errors.MemkitOutOfMemoryError, match="splitting the batch changes its gradient"):
+        trainer.train_step(batch, fits(most, loss_fn))
+
+
 def test_a_part_that_reaches_more_parameters_than_the_whole_is_refused():
     class TwoHeads(nn.Module):
         def __init__(self):
