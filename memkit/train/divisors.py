@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -23,9 +24,12 @@ _WEIGHTS = "weights of rows"  # last operator of a term that ends in weights
 _KEEPING = ("Sum", "Mean", "View", "Reshape", "Squeeze", "Unsqueeze", "Index", "Neg")  # below a sum: no weights
 _WEIGHING = ("Mul", "Div", "Dot")
 _COMBINING = ("Mean", *_WEIGHING)
+_ABOVE_WEIGHTS = (*_KEEPING, "Permute")  # einsum adds up by a product of matrices, which it permutes
+_MAY_WEIGH = (*_ABOVE_WEIGHTS, *_WEIGHING, "Bmm")
+_MOST_WEIGHTS = 2**20  # that are compared row by row
 _MAX_TERMS = 8  # losses with more terms are not analyzed
 
-_OPERATORS = attrgetter("operators")
+_OPERATORS, _DIFFERENCE, _TERMS = attrgetter("operators"), attrgetter("difference"), itemgetter(1)  # of a note
 
 Factor = float | Tensor
 
@@ -45,11 +49,13 @@ class Term(NamedTuple):
         operators: From the loss down to its reduction.
         factors: The divisors on the way.
         num_summed: How many numbers the reduction adds up unweighted; 0 if it is not a sum, or weights them.
+        difference: That of the rows' constant weights, as a share of the largest; None if there are none.
     """
 
     operators: tuple[str, ...]
     factors: tuple[Factor, ...]
     num_summed: int = 0
+    difference: Factor | None = None
 
 
 Note = tuple[Factor, tuple[Term, ...]]  # a micro-batch's weight, and the result of `divisors` on its loss
@@ -101,8 +107,10 @@ def _walk(node: Any) -> Iterator[Term]:
             todo += [(node, each, operators, factors) for each, _ in node.next_functions]
         elif name.startswith(_COMBINING) and (divisor := _divisor_of_columns(node)) is not None:
             yield Term((*operators, "columns"), (divisor,))
-        elif name.startswith(_COMBINING) and (weights := _weights_of_rows(node)) is not None:
-            yield Term((*operators, _WEIGHTS), (*factors, _spread(weights)), _num_summed(above, node))
+        elif name.startswith(_MAY_WEIGH) and (weights := _weights_of_rows(node)) is not None:
+            if weights.dim() == 1:
+                operators, factors = (*operators, _WEIGHTS), (*factors, _spread(weights))
+            yield Term(operators, factors, _num_summed(above, node), _difference(weights))
         else:
             yield Term(operators, factors, _num_summed(above, node))
 
@@ -156,22 +164,64 @@ def _divisor_of_columns(node: Any) -> Factor | None:
 
 
 def _weights_of_rows(node: Any) -> Tensor | None:
-    """Return the constant weights of the summed numbers, one per row, or None."""
+    """Return the constant weights of the summed numbers, one per row; or others, with the rows first; or None."""
     if node.name().startswith("MeanBackward"):
         node = node.next_functions[0][0]
+    top = node
     scale: Factor = 1.0
     for _ in range(_MAX_TERMS):
         if node is None or not node.name().startswith(("MulBackward", "DotBackward", "DivBackward")):
-            return None
+            break
         saved = [saved_or_none(node, each) for each in ("self", "other", "tensor")]
         constant = [each for each in saved if type(each) is Tensor and not (each.requires_grad or each.is_complex())]
         if len(constant) == 1 and constant[0].dim() == 1 and len(constant[0]) and not node.name().startswith("Div"):
             return constant[0].float() * scale
         if len(constant) != 1 or constant[0].dim():
-            return None
+            break
         scale = scale / constant[0] if node.name().startswith("Div") else scale * constant[0]
         node = node.next_functions[0][0] or node.next_functions[1][0]
+    return _weights_below(top) if top is not None and top.name().startswith(_MAY_WEIGH) else None
+
+
+def _weights_below(node: Any) -> Tensor | None:
+    """Return constant weights of more than one dimension, or under sums and means within each row; None without any.
+
+    Only the first product is looked at: what a product further down has saved may have to be brought back.
+    """
+    for _ in range(_MAX_TERMS):
+        if node is None or not node.name().startswith(_MAY_WEIGH):
+            return None
+        if node.name().startswith(("Mul", "Bmm")):
+            shape = inputs_of(node)[0].shape
+            is_einsum = node.name().startswith("Bmm")  # its rows and columns are in one dimension
+            if is_einsum and math.prod(shape) != 1:
+                return None
+            saved = [saved_or_none(node, each) for each in ("self", "other", "mat2")]
+            tensors = [each for each in saved if isinstance(each, Tensor) and each.numel() != 1]
+            if tensors:
+                found = next((each for each in tensors if _are_weights(each, None if is_einsum else shape)), None)
+                return found.reshape(-1, 1) if is_einsum and found is not None else found
+        node = next((each for each, _ in node.next_functions if each is not None), None)
     return None
+
+
+def _are_weights(tensor: Tensor, shape: Sequence[int] | None) -> bool:
+    """Return whether a tensor is constant and, in a product of this shape, not the same for all rows."""
+    is_constant = type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.requires_grad
+    is_small = 0 < tensor.numel() <= _MOST_WEIGHTS and not tensor.is_complex()
+    return is_constant and is_small and (shape is None or (tensor.dim() == len(shape) and len(tensor) == shape[0]))
+
+
+def _difference(weights: Tensor) -> Factor:
+    """Return how much the weights of different rows differ, as a share of the largest."""
+    of_rows = weights.detach().reshape(len(weights), -1).sum(1, dtype=torch.float32)
+    tiny = torch.finfo(torch.float32).tiny
+    return _on_host((of_rows.max() - of_rows.min()) / of_rows.abs().max().clamp(min=tiny))
+
+
+def have_unequal_weights(terms: Sequence[Term]) -> bool:
+    """Return whether constant weights of a loss's rows differ; waits for the device."""
+    return any(each.difference is not None and float(each.difference) > _TOLERANCE for each in terms)
 
 
 def _spread(weights: Tensor) -> Factor:
@@ -225,40 +275,63 @@ def _is_not_zero(number: Factor) -> bool:
     return isinstance(number, Tensor) or number != 0
 
 
-class DivisorWatch:
-    """Detects micro-batches whose losses were divided by something not proportional to their weights."""
+class _Values:
+    """Values on an accelerator, which are read one call later, to avoid a synchronization."""
 
     def __init__(self) -> None:
         self._pending: Tensor | None = None
         self._arrival: torch.Event | None = None
 
-    def is_uneven(self, group: Sequence[Note]) -> bool:
-        """Return whether the divisors of one step's micro-batches are not proportional to their weights.
-
-        Values on an accelerator are read one call later, to avoid a synchronization.
-        """
-        if len(group) < 2 or any(isinstance(each, Tensor) and type(each) is not Tensor for each, _ in group):
-            return False
-        with without_modes(), torch.no_grad():
-            columns = [[_divisor(each, number) for number, each in enumerate(terms)] for terms in _in_step(group)]
-            if not columns:
-                return False
-            table: list[list[Factor]] = [[weight for weight, _ in group], *columns]
-            if any(isinstance(each, Tensor) and not each.is_cpu for line in table for each in line):
-                return self._later(table)
-            return _is_uneven([[float(each) for each in line] for line in table])
-
-    def _later(self, table: list[list[Factor]]) -> bool:
+    def exchange(self, table: list[list[Factor]]) -> list[list[float]] | None:
+        """Hand over a step's values, and return those of the step before; None if there are none."""
         previous, is_there = self._pending, self._arrival is None or self._arrival.query()
         if not is_there:  # the host is more than a step ahead: skip this group
-            return False
+            return None
         device = next(each.device for line in table for each in line if isinstance(each, Tensor) and not each.is_cpu)
         values = _stacked(table, device)
         self._pending = torch.empty(values.shape, dtype=values.dtype, pin_memory=device.type == "cuda")
         self._pending.copy_(values, non_blocking=True)
         self._arrival = torch.Event(device)
         self._arrival.record()
-        return previous is not None and _is_uneven(previous.tolist())
+        return None if previous is None else previous.tolist()
+
+
+class DivisorWatch:
+    """Detects micro-batches whose losses were divided by something not proportional to their weights.
+
+    Attributes:
+        has_unequal_weights: Whether rows had constant weights that differ in the last step whose values are there.
+    """
+
+    def __init__(self) -> None:
+        self._divisors, self._differences = _Values(), _Values()
+        self.has_unequal_weights = False
+
+    def is_uneven(self, group: Sequence[Note]) -> bool:
+        """Return whether the divisors of one step's micro-batches are not proportional to their weights.
+
+        Values on an accelerator are read one call later, to avoid a synchronization.
+        """
+        self.has_unequal_weights = False
+        if len(group) < 2 or any(isinstance(each, Tensor) and type(each) is not Tensor for each, _ in group):
+            return False
+        with without_modes(), torch.no_grad():
+            differences = {*map(_DIFFERENCE, itertools.chain.from_iterable(map(_TERMS, group)))} - {None}
+            if differences:
+                self._note_differences(sum(differences))
+            columns = [[_divisor(each, number) for number, each in enumerate(terms)] for terms in _in_step(group)]
+            if not columns:
+                return False
+            table: list[list[Factor]] = [[weight for weight, _ in group], *columns]
+            if any(isinstance(each, Tensor) and not each.is_cpu for line in table for each in line):
+                previous = self._divisors.exchange(table)
+                return previous is not None and _is_uneven(previous)
+            return _is_uneven([[float(each) for each in line] for line in table])
+
+    def _note_differences(self, total: Factor) -> None:
+        is_there = not isinstance(total, Tensor) or total.is_cpu
+        values = [[float(total)]] if is_there else self._differences.exchange([[total]])
+        self.has_unequal_weights = values is not None and values[0][0] > _TOLERANCE
 
 
 def _stacked(table: Sequence[Sequence[Factor]], device: torch.device | None = None) -> Tensor:

@@ -77,7 +77,7 @@ class BatchDriver:
     ) -> None:
         self._model, self._computation = model, computation
         self._split_watch, self._remedies, self._split_fn = split_watch, remedies, split_fn
-        self._divisors, self._was_uneven = DivisorWatch(), False
+        self._divisors, self._was_uneven, self._was_weighted = DivisorWatch(), False, False
         self._has_told_whole = False
         self._is_lazy = True  # until shown otherwise
         self._is_plain = True  # nothing can be written into the current batch
@@ -184,7 +184,7 @@ class BatchDriver:
                 if run.was_cut and not run.is_cut_anew and self._has_seen_enough(run, loss_fn):
                     self._split_watch.report_deferred()
                     self._note_parts(run)
-                    if self._was_uneven or not is_checked:
+                    if self._was_uneven or self._was_weighted or not is_checked:
                         yield from self._check_split(run, loss_fn, is_again=is_checked, is_last=True)
         except Exception as error:
             self._give_up(run, error)
@@ -216,7 +216,8 @@ class BatchDriver:
             False if there was not enough memory for the check: it must be repeated after the parts have run.
         """
         watch, how, is_uneven, sizes = self._split_watch, self._computation, self._was_uneven, run.plan.sizes
-        if not watch.is_due(run.batch, loss_fn, sizes, is_uneven=is_uneven, is_again=is_again):
+        is_weighted, self._was_weighted = self._was_weighted, False
+        if not watch.is_due(run.batch, loss_fn, sizes, is_uneven=is_uneven, is_weighted=is_weighted, is_again=is_again):
             watch.settle_known(run)
             return True
         self._was_uneven = False
@@ -295,6 +296,7 @@ class BatchDriver:
         if self._split_watch.is_on and not self._computation.adds_up:
             notes = [(each.loss.weight, each.terms) for each in run.done if each.loss is not None]
             self._was_uneven = self._divisors.is_uneven(notes) or self._was_uneven
+            self._was_weighted = self._divisors.has_unequal_weights and not self._split_watch.knows_weights
 
     def _tell_whole(self, error: InputError) -> None:
         """Warn, once, that a batch is not cut after an out-of-memory, since its tensors have different rows."""

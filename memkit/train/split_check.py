@@ -30,7 +30,7 @@ from memkit._recovery.batch import refuse_as_batch
 from memkit._torch.modules import BatchNorm, Dropout, has_spectral_norm
 from memkit._torch.tensors import assign_gradient_dtype, gradient_dtype, hooks_of
 from memkit.train.backward_steps import hooks_of_others
-from memkit.train.divisors import NORMS_OF_A_ROW, SUM_IS_AVERAGED, divisors
+from memkit.train.divisors import NORMS_OF_A_ROW, SUM_IS_AVERAGED, divisors, have_unequal_weights
 from memkit.train.gradients import has_reentrant_checkpoint
 from memkit.train.models import device_of
 from memkit.train.ranks import without_buffer_sync
@@ -166,6 +166,7 @@ class SplitVerdict:
             the training does with them later may.
         has_count: Whether the loss comes with a count.
         mixing: Those of `modules` that do not look like a normalization.
+        has_weights: Whether the rows that were checked have constant weights in the loss, and these differ.
     """
 
     exact: bool | None
@@ -183,6 +184,7 @@ class SplitVerdict:
     buffers: tuple[str, ...] = ()
     has_count: bool = False
     mixing: tuple[str, ...] = ()
+    has_weights: bool = False
 
     def __bool__(self) -> bool:
         return self.exact is True  # for `if check_split(...):`
@@ -368,7 +370,7 @@ class Examination:
         self._num_parts, self._has_exact_weights, self._unit = num_parts, False, 1.0
         self._not_reached: list[RowLimit] = []  # that were not reached in the comparison of the most rows
         self._ranked: tuple[CutBatch | None, list[tuple[float, ...]]] = None, []  # of the last comparison
-        self._has_count = False
+        self._has_count = self._has_weights = False
         self._has_run_out = self._has_branches = self._has_compared = self._was_unequal_sorted = self._were_real = False
         self._with_hooks = self._is_sum_changed = False
         self._are_sums_seen = not (how.with_hooks and how.with_sum_hooks)
@@ -388,7 +390,11 @@ class Examination:
             self._prepare, self._ranked = _leave, (None, [])
             vars(self).pop("_attempt", None)
         self.verdict = replace(
-            self.verdict, has_branches=self._has_branches, kind=self._kind, has_count=self._has_count
+            self.verdict,
+            has_branches=self._has_branches,
+            kind=self._kind,
+            has_count=self._has_count,
+            has_weights=self._has_weights,
         )
 
     def _close(self) -> None:
@@ -742,7 +748,9 @@ class Examination:
         root = loss.value.reshape(())
         if self._only_losses:
             return _Gradient([], count, float(root.detach().real) * slope if slope else 0.0, adds_up)
-        self._kind = self._kind or tuple(each.operators for each in divisors(loss.value))
+        if not self._kind:
+            terms = divisors(loss.value)
+            self._kind, self._has_weights = tuple(each.operators for each in terms), have_unequal_weights(terms)
         if not count and not (slope and root.requires_grad):  # the mean, or the sum, of nothing
             return _Gradient([None] * len(parameters), 0.0, float(root.detach().real) if slope else 0.0)
         # Those that a loss freezes itself, such as those of a GAN's other network, get no gradient.

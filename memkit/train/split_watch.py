@@ -50,9 +50,10 @@ class SplitWatch:
 
     These are the first one that is split; later ones where the loss function, the mode of a module, the structure of
     the batch or the evenness of its parts is new, or whose losses were divided by something other than rows; those with
-    smaller parts than the ones whose losses memory did not suffice to compare; and the 2nd, 4th, 8th ... split batch,
-    since state and data change. If Python branches on values of tensors, all of the first eight are checked. A loss
-    function is also another one if a variable of it has another value, until that variable has had five.
+    smaller parts than the ones whose losses memory did not suffice to compare; the first one whose rows have weights
+    that differ; and the 2nd, 4th, 8th ... split batch, since state and data change. If Python branches on values of
+    tensors, all of the first eight are checked. A loss function is also another one if a variable of it has another
+    value, until that variable has had five.
 
     Args:
         model: The model.
@@ -79,6 +80,7 @@ class SplitWatch:
         self._refused_kinds: dict[object, None] = {}
         self._warned: set[str] = set()
         self._trusted: dict[object, None] = {}  # losses, modes and structures that another check found exact
+        self._weighed: dict[object, None] = {}  # keys of which rows with weights that differ were checked
         self._num_split = 0
         self._num_uninformative = 0
         self.has_branches = False
@@ -104,7 +106,14 @@ class SplitWatch:
         return self._losses.kind_of(loss_fn), tuple(training_flags(self._modules)), structure_of(batch)
 
     def is_due(
-        self, batch: Any, loss_fn: object, sizes: Sequence[int], *, is_uneven: bool = False, is_again: bool = False
+        self,
+        batch: Any,
+        loss_fn: object,
+        sizes: Sequence[int],
+        *,
+        is_uneven: bool = False,
+        is_weighted: bool = False,
+        is_again: bool = False,
     ) -> bool:
         """Return whether to check a batch; call it for each batch that is split.
 
@@ -113,6 +122,7 @@ class SplitWatch:
             loss_fn: The loss function; None if the caller owns the loop.
             sizes: Sizes of the parts.
             is_uneven: Whether losses were visibly divided by something not proportional to the parts' weights.
+            is_weighted: Whether the rows visibly had weights that differ, for the first time (`knows_weights`).
             is_again: Whether this is the second call for this batch.
         """
         if self._probe is False or self.is_simulated:
@@ -120,12 +130,19 @@ class SplitWatch:
         self._num_split += not is_again
         kind = self._kind(batch, loss_fn)
         self._key, self._size = (*kind, len(set(sizes)) > 1, is_uneven), max(sizes)
+        if is_weighted:
+            keep_newest(self._weighed, self._key, None)
         if kind in self._trusted and not is_uneven:
             return False
         is_early = self.has_branches and self._num_split <= _NUM_WITH_BRANCHES
         is_time = not is_again and (is_early or self._num_split & (self._num_split - 1) == 0)
         record = self._records.get(self._key)
-        return is_time or record is None or record.is_refused or self._is_open(record)
+        return is_time or is_weighted or record is None or record.is_refused or self._is_open(record)
+
+    @property
+    def knows_weights(self) -> bool:
+        """Whether such batches were checked with rows whose weights differ."""
+        return self._key in self._weighed
 
     @property
     def is_new(self) -> bool:
@@ -168,6 +185,8 @@ class SplitWatch:
                 else "a sum over rows, not divided by anything that depends on the part",
                 fix=verdict.advice if has_count else "return mk.Loss(mean=loss, count=n) if it is a mean over n items.",
             )
+        if verdict.has_weights:
+            keep_newest(self._weighed, self._key, None)
         is_open = verdict.is_out_of_memory and run.forced is not None and not is_last
         if not verdict.is_out_of_memory:
             self._record(verdict).verdict = verdict

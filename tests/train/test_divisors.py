@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from memkit import GradientAccumulator, MemkitWarning
+from memkit.errors import ConfigError
 from memkit.train.divisors import DivisorWatch, Term, divisors, normalizes_over_batch
 from tests.toys import trainer_of
 
@@ -153,6 +154,52 @@ def test_warns_when_weights_become_uneven(name):
             trainer.train_step((x, torch.ones(9)), loss_fn)
     with pytest.warns(MemkitWarning, match="splitting the batch changes the gradient"):
         trainer.train_step((x, torch.arange(1.0, 10.0)), loss_fn)
+
+
+BEGIN_TO_DIFFER = {
+    "by the largest": lambda e, w, mask: (w / w.max() * e.mean(1)).mean(),
+    "by the largest, below": lambda e, w, mask: (e * (w / w.max())[:, None]).mean(1).mean(),
+    "exponential": lambda e, w, mask: (torch.exp(w - w.max()) * e.mean(1)).mean(),
+    "mask": lambda e, w, mask: (e * (mask / mask.mean())).mean(),
+    "mask, then rows": lambda e, w, mask: (e * (mask / mask.mean())).mean(1).mean(),
+    "einsum": lambda e, w, mask: torch.einsum("nt,nt->", e, mask / mask.sum()),
+    "einsum, the other way": lambda e, w, mask: torch.einsum("n,n->", w / w.sum(), e.mean(1)),
+}
+FIT_NO_COUNT = ("by the largest", "by the largest, below", "exponential")
+FOR_EACH_ROW = {
+    "mask of each row": lambda e, w, mask: (e * (mask / mask.mean(1, keepdim=True))).mean(),
+    "mean of each row": lambda e, w, mask: ((e * mask).sum(1) / mask.sum(1)).mean(),
+    "constant": lambda e, w, mask: (e * w[:, None] / 3.0).mean(),
+    "columns": lambda e, w, mask: (e * torch.arange(1.0, 6.0)).mean(),
+    "largest of each row": lambda e, w, mask: (e * (mask / mask.amax(1, keepdim=True))).mean(),
+}
+
+
+@pytest.mark.parametrize("form", [*BEGIN_TO_DIFFER, *FOR_EACH_ROW])
+def test_weights_that_begin_to_differ_are_noticed_in_their_step(form):
+    """In the ninth, between two checks; weights that do not depend on other rows are silent."""
+    torch.manual_seed(0)
+    model, form_of = nn.Linear(4, 5), {**BEGIN_TO_DIFFER, **FOR_EACH_ROW}[form]
+    trainer = trainer_of(model, accumulation_steps=2, probe="require")
+
+    def loss_fn(model, batch):
+        return form_of(model(batch["x"]).square(), batch["w"], batch["mask"])
+
+    def step(w, mask):
+        trainer.train_step({"x": torch.randn(8, 4), "w": w, "mask": mask}, loss_fn)
+
+    for _ in range(8):
+        step(torch.ones(8), torch.ones(8, 5))
+    mask = (torch.arange(5) < torch.tensor([1, 5, 2, 4, 3, 5, 1, 2])[:, None]).float()
+    if form in FOR_EACH_ROW:
+        for _ in range(3):
+            step(torch.rand(8) + 0.1, mask)
+        return
+    text = "splitting the batch changes the gradient"
+    with (
+        pytest.raises(ConfigError, match="compares or mixes the rows") if form in FIT_NO_COUNT else told(text, warns=1)
+    ):
+        step(torch.rand(8) + 0.1, mask)
 
 
 @pytest.mark.parametrize(
