@@ -190,12 +190,16 @@ class Attempt:
                 self._copy = part.copy()
         if self._watching is not None or self.rollback is not None or remedy is not None:
             self._around = contextlib.ExitStack()
-            if self._watching is not None:
-                self._around.enter_context(self._watching)
-            if self.rollback is not None:
-                self._around.enter_context(self.rollback.discover())
-            if remedy is not None:
-                self._around.enter_context(remedy)
+            try:
+                if self._watching is not None:
+                    self._around.enter_context(self._watching)
+                if self.rollback is not None:
+                    self._around.enter_context(self.rollback.discover())
+                if remedy is not None:
+                    self._around.enter_context(remedy)
+            except BaseException:  # Ctrl-C, too: hooks on all modules would stay, since no __exit__ follows
+                self._around.close()
+                raise
         return self.part
 
     def __exit__(

@@ -9,12 +9,14 @@ import pytest
 import torch
 from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from torch import nn
 
 from memkit._core.errors import MemkitOutOfMemoryError, StateError
-from memkit._recovery.batch import BatchRun, Means, SingleProcess
+from memkit._recovery.batch import Attempt, BatchRun, Means, SingleProcess
 from memkit._recovery.inputs import InputWatch
 from memkit._recovery.plan import Part
 from memkit._recovery.sizes import SizeMemory
+from memkit._recovery.snapshot import Rollback, StateWatch
 from tests.helpers import assert_refused
 from tests.recovery.test_plan import cut
 
@@ -252,3 +254,32 @@ def test_errors_of_parts_say_so():
         raise ValueError("mine")
     assert "micro-batch of 2 of 4" in error.value.__notes__[0]
     assert Part([0, 1], 2) in run.plan.parts[run.plan.num_done :]
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_an_attempt_that_cannot_begin_leaves_no_hooks(error):
+    """Its block is not entered, so that nothing would leave what it has entered before."""
+    model, is_inside = nn.Linear(2, 2), []
+
+    @contextlib.contextmanager
+    def watching():
+        is_inside.append(True)
+        yield
+        is_inside.append(False)
+
+    @contextlib.contextmanager
+    def failing():
+        raise error
+        yield
+
+    class Offload(Remedies):
+        def around(self):
+            return failing()
+
+    before = len(nn.modules.module._global_forward_pre_hooks)
+    part = Part((torch.ones(4, 2),), 4)
+    attempt = Attempt(part, 4, remedies=Offload(World(), 0), rollback=Rollback(StateWatch(model)), watching=watching())
+    with pytest.raises(error), attempt:
+        pass
+    assert len(nn.modules.module._global_forward_pre_hooks) == before
+    assert is_inside == [True, False]
