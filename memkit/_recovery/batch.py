@@ -21,7 +21,7 @@ import torch
 from memkit._core.errors import InputError, InputTypeError, MemkitError, MemkitOutOfMemoryError, StateError
 from memkit._gradients.loss import Loss
 from memkit._machine.devices import release_cached_memory
-from memkit._recorder.rehearsal import Attributes, content_of
+from memkit._recorder.attributes import Attributes, content_of
 from memkit._recovery.attempt import Caught, Failed, Failure, OutOfMemory, insist
 from memkit._recovery.errors import describe_error, is_out_of_memory
 from memkit._recovery.inputs import Contents, InputWatch

@@ -22,7 +22,7 @@ from memkit._core.errors import StateError, warn_user
 from memkit._core.printable import list_some
 from memkit._core.recent import keep_newest
 from memkit._machine import random_state
-from memkit._recorder.rehearsal import Attributes
+from memkit._recorder.attributes import Attributes
 from memkit._recovery.attempt import insist
 from memkit._recovery.loss_key import key_of_loss
 from memkit._torch import foreach

@@ -28,9 +28,9 @@ from memkit._gradients.closures import refuse_closure
 from memkit._gradients.loss import LossFn, call_loss_fn, detached
 from memkit._machine import random_state
 from memkit._machine.devices import allocator_settings
+from memkit._recorder.attributes import Attributes
 from memkit._recorder.recorder import UNSHARD, Recorder, StepPosition
 from memkit._recorder.recording import Recording
-from memkit._recorder.rehearsal import Attributes
 from memkit._simulation.ctc import ctc_loss
 from memkit._simulation.cuda.allocator import AllocatorSettings, CachingAllocator
 from memkit._simulation.cuda.answers import answer_patches

@@ -16,7 +16,7 @@ from memkit._core.attributes import attributes_of
 from memkit._core.errors import warn_user
 from memkit._core.printable import list_some
 from memkit._machine import random_state
-from memkit._recorder.rehearsal import Attributes, HeldValue, fingerprint_of
+from memkit._recorder.attributes import Attributes, HeldValue, fingerprint_of
 from memkit._recovery.snapshot import HeldState, RandomNumbers
 from memkit._torch.modules import STATE, unsaved_buffers_of
 from memkit._torch.tensors import bit_sums, has_storage, storage_key

@@ -36,8 +36,8 @@ from memkit._machine.devices import (
     host_memory,
     resolve_device,
 )
+from memkit._recorder.attributes import Attributes
 from memkit._recorder.recorder import Recorder
-from memkit._recorder.rehearsal import Attributes
 from memkit._recorder.workspace import WorkspaceMarks
 from memkit._recovery.batch import Attempt
 from memkit._recovery.errors import describe_error

@@ -17,7 +17,7 @@ from memkit._core.installed import is_users_module
 from memkit._core.printable import counted
 from memkit._core.protocols import ResumableOrder, Stateful
 from memkit._machine import random_state
-from memkit._recorder.rehearsal import Attributes
+from memkit._recorder.attributes import Attributes
 from memkit._torch.tensors import content_sums, has_storage
 
 _PLAIN = (bool, int, float, str)

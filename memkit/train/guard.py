@@ -17,8 +17,8 @@ from memkit._core.printable import list_some
 from memkit._core.units import format_bytes
 from memkit._machine import random_state
 from memkit._machine.devices import has_room, release_cached_memory
+from memkit._recorder.attributes import Attributes
 from memkit._recorder.recorder import Recorder
-from memkit._recorder.rehearsal import Attributes
 from memkit._recovery.attempt import Done, Failure, attempt
 from memkit._torch.tensors import bytes_held, put_back
 from memkit.train.chunked_steps import ChunkedStep, OomCount, close_all

@@ -23,8 +23,9 @@ from memkit._core.words import guided
 from memkit._gradients.loss import Loss, LossFn, call_loss_fn, check_loss_fn
 from memkit._gradients.streamed import without_hooks
 from memkit._machine.devices import host_memory, release_cached_memory
+from memkit._recorder.attributes import Attributes, HeldBuffer, HeldGradient
 from memkit._recorder.ranked import RowLimit
-from memkit._recorder.rehearsal import Attributes, HeldBuffer, HeldGradient, RanksError, Rehearsal, Span
+from memkit._recorder.rehearsal import RanksError, Rehearsal, Span
 from memkit._recovery.attempt import Caught, Done, OutOfMemory, attempt
 from memkit._recovery.batch import refuse_as_batch
 from memkit._torch.modules import BatchNorm, Dropout, has_spectral_norm

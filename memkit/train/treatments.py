@@ -17,7 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from memkit._core.errors import AbsentError, StateError, warn_user
 from memkit._machine import devices
-from memkit._recorder.rehearsal import Attributes
+from memkit._recorder.attributes import Attributes
 from memkit._recovery.makeup import Flags
 from memkit._recovery.replay import Replay, ReusableRerun
 from memkit._recovery.snapshot import StateWatch

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from memkit._gradients.loss import LossFn
+from memkit._recorder.attributes import Attributes
 from memkit._recorder.recorder import Recorder
 from memkit._recorder.recording import Recording
-from memkit._recorder.rehearsal import Attributes
 from memkit._recorder.workspace import WorkspaceMarks
 from memkit._simulation.guesses import Guesses
 from memkit._simulation.leftovers import Patches

@@ -22,7 +22,7 @@ from memkit._core.attributes import attributes_of
 from memkit._core.errors import FileFormatError, InputTypeError, warn_user
 from memkit._core.printable import list_some
 from memkit._core.protocols import Composed, Stateful
-from memkit._recorder.rehearsal import Attributes
+from memkit._recorder.attributes import Attributes
 from memkit._recovery.attempt import Done, Failed, unless_failed
 from memkit._torch.modules import loads_as_torch_does
 from memkit._torch.optimizers import own_attributes
