@@ -9,16 +9,18 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from operator import attrgetter
 from types import TracebackType
 from typing import Any, Literal, NamedTuple, NoReturn, Protocol
 
 import torch
 
+from memkit._core.attributes import attributes_of
 from memkit._core.errors import InputError, InputTypeError, MemkitError, MemkitOutOfMemoryError, StateError
+from memkit._core.printable import list_some
 from memkit._gradients.loss import Loss
 from memkit._machine.devices import release_cached_memory
 from memkit._recorder.attributes import Attributes, content_of
@@ -28,6 +30,7 @@ from memkit._recovery.inputs import Contents, InputWatch
 from memkit._recovery.plan import Part, Plan
 from memkit._recovery.sizes import SizeMemory
 from memkit._recovery.snapshot import Rollback
+from memkit._torch.pytree import children_of
 from memkit._torch.tensors import are_unwritten, marks_of
 
 CutPart = Callable[[Part, int], list[Part]]
@@ -218,7 +221,7 @@ class Attempt:
                 return True
         if self.refuse is not None and isinstance(error, Exception) and not isinstance(error, MemkitError):
             self.refuse(self, error)
-        note_part(error, self.size, self.batch_size, self.cut)
+        note_part(error, self.size, self.batch_size, self.cut, self.part)
         return False
 
     def restore_part(self) -> None:
@@ -270,7 +273,7 @@ def refuse_as_batch() -> NoReturn:
     )
 
 
-def note_part(error: BaseException, size: int, batch_size: int, cut: CutKind) -> None:
+def note_part(error: BaseException, size: int, batch_size: int, cut: CutKind, part: object) -> None:
     """Add a note to an error of the user's code: it ran on only a part of the batch, which may be the cause."""
     if isinstance(error, Exception) and size < batch_size:
         if "more than 1 value per channel" in str(error):  # torch's own words
@@ -282,7 +285,23 @@ def note_part(error: BaseException, size: int, batch_size: int, cut: CutKind) ->
             )
             return
         how = _NOTES[cut].format(batch_size=batch_size)
+        if cut != "split_fn" and (names := list_some(list(_beside_fields(part, batch_size)))):
+            how = (
+                f"It has {names} whole: of a dataclass only the fields are cut. Way out, if that is the cause: declare "
+                f"it a field, z: torch.Tensor = dataclasses.field(init=False), or compute it in loss_fn. {how}"
+            )
         error.add_note(f"memkit: this was a micro-batch of {size} of {batch_size}. {how}")
+
+
+def _beside_fields(node: object, num_rows: int) -> Iterator[str]:
+    """Yield the tensors with so many rows that dataclasses in a batch have in other attributes than their fields."""
+    if is_dataclass(node):
+        names = {field.name for field in fields(node)}
+        for name, value in attributes_of(node).items():
+            if name not in names and isinstance(value, torch.Tensor) and value.dim() and len(value) == num_rows:
+                yield f"{type(node).__name__}.{name}"
+    for each in () if isinstance(node, torch.Tensor) else children_of(node) or ():
+        yield from _beside_fields(each, num_rows)
 
 
 @dataclass(frozen=True, slots=True)

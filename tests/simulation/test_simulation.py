@@ -104,7 +104,7 @@ def test_host_card_and_ranks_are_entered_in_one_way():
         simulation = Simulation(place)
 
         def run(model, batch, simulation=simulation):
-            for watch in simulation.passes():
+            for watch in simulation.passes([]):
                 with watch:
                     watch.hold(model, batch)
                     mean_square(model, batch).backward()

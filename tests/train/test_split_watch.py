@@ -3,6 +3,7 @@
 import functools
 import itertools
 import warnings
+from dataclasses import InitVar, dataclass, field
 
 import pytest
 import torch
@@ -447,6 +448,38 @@ def test_error_in_a_part_mentions_the_split(on_oom):
         trainer.train_step((X, table), loss_fn)
     assert "a micro-batch of 4 of 16" in caught.value.__notes__[0]
     assert "split_fn" in caught.value.__notes__[0]
+
+
+@dataclass
+class Derived:
+    x: torch.Tensor
+    scale: InitVar[float] = 2.0
+
+    def __post_init__(self, scale):
+        self.scaled, self.table = self.x * scale, torch.ones(3)
+
+
+@dataclass
+class DerivedField(Derived):
+    scaled: torch.Tensor = field(init=False)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_attributes_beside_the_fields_of_a_dataclass_are_named(nested):
+    def train_step(batch):
+        model = net()
+        trainer = trainer_of(model, accumulation_steps=4, on_oom="exact")
+        inside = (lambda batch: batch["in"][0]) if nested else lambda batch: batch
+
+        def loss_fn(model, batch):
+            return (model(inside(batch).x) * inside(batch).scaled[:, :1]).square().mean()
+
+        return trainer.train_step({"in": [batch]} if nested else batch, loss_fn)
+
+    with pytest.raises(RuntimeError) as caught:
+        train_step(Derived(X))
+    assert "It has Derived.scaled whole: of a dataclass only the fields are cut." in caught.value.__notes__[0]
+    assert train_step(DerivedField(X)).num_microbatches == 4
 
 
 @pytest.mark.parametrize(

@@ -129,7 +129,7 @@ class TrainingStateManager(Uncopied, Closing):
             )
         self.mode = mode
         self._keep, self._background = check.whole("keep", keep, 1), background
-        self._has_told = False  # of trained parameters that no object saves
+        self._has_told = False  # of what the objects train with and no state has
         self._serial: int | None = None  # of the last state that this manager has saved
         self._has_told_of_others = False
         self._busy = threading.Lock()
@@ -246,9 +246,9 @@ class TrainingStateManager(Uncopied, Closing):
             states = {
                 name: own_part(each) if name in replicated else saved_state_of(each) for name, each in targets.items()
             }
-            if ranks.rank == 0 and not self._has_told:
-                self._has_told = tell_of_unsaved("TrainingStateManager.save()", targets, states)
             plain = {name: flattener.plain(each, name) for name, each in states.items() if each is not None}
+            if ranks.rank == 0 and not self._has_told:  # after that: it refuses a list that holds itself
+                self._has_told = tell_of_unsaved("TrainingStateManager.save()", targets, states)
             about = {name: describe_object(each, names) for name, each in targets.items() if name not in replicated}
             state.update(objects=plain, about=about)
             return {name for name, each in plain.items() if has_placeholders(each)}
