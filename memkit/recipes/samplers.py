@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -58,7 +58,7 @@ class Samplers:
         # Packages' own loaders save the place in the epoch, which the loop finds by itself.
         self._stateful += [each for each in loaders if isinstance(each, Stateful) and _is_users(each.state_dict)]
         self._silent, self._silent_loaders = list(filter(_is_silent, samplers)), list(filter(_is_silent, loaders))
-        self._kept: list[dict[tuple[str, int], object]] = []
+        self._kept: list[_Kept] = []
         self._begun: list[list[_Snapshot]] | None = None  # of the loaders: at first, and in each of two epochs
 
     def state_dict(self) -> dict[str, Any]:
@@ -128,10 +128,26 @@ class Samplers:
         )
 
 
+class _Itself:
+    """An object as a key. It stays alive, since a new one could get its `id`."""
+
+    def __init__(self, value: object) -> None:
+        self._value = value
+
+    def __hash__(self) -> int:
+        return id(self._value)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Itself) and other._value is self._value
+
+
+_Kept: TypeAlias = dict[tuple[str, _Itself | None], object]
+
+
 class _Snapshot(NamedTuple):
     """The state that a loader keeps, and sums over the bits of its tensors and arrays, by name."""
 
-    kept: dict[tuple[str, int], object]
+    kept: _Kept
     sums: dict[str, list[list[int]]]
 
     @classmethod
@@ -188,23 +204,23 @@ def _attributes_of(node: Any) -> dict[str, Any]:
     return {name: value for name, value in attributes_of(node).items() if name not in left_out}
 
 
-def _kept_by(node: Any) -> dict[tuple[str, int], object]:
+def _kept_by(node: Any) -> _Kept:
     """Return what tells the numbers, words, lists, arrays, tensors and generators in an object's attributes apart.
 
-    Their keys hold the name and, of a list, an array or a tensor, its identity: one that is shuffled in place is a
-    state, a new one in each epoch is drawn from elsewhere.
+    Their keys hold the name and, of what can be shuffled in place, itself: so changed it is a state, while a new one in
+    each epoch is drawn from elsewhere.
     """
-    found: dict[tuple[str, int], object] = {}
+    found: _Kept = {}
     for name, value in _attributes_of(node).items():
         if type(value) in _PLAIN:
-            found[name, 0] = value
+            found[name, None] = value
         elif isinstance(value, random_state.GENERATORS):
             if not isinstance(value, torch.Generator):
-                found[name, id(value)] = pickle.dumps(random_state.generator_state(value))
+                found[name, _Itself(value)] = pickle.dumps(random_state.generator_state(value))
         elif isinstance(value, (list, np.ndarray)):
-            found[name, id(value)] = _frozen(value)
+            found[name, _Itself(value)] = _frozen(value)
         elif has_storage(value):
-            found[name, id(value)] = content_sums(value)
+            found[name, _Itself(value)] = content_sums(value)
     return found
 
 

@@ -295,7 +295,11 @@ class Drawn(OwnLoader):
         self.place, self.batches, self.order = 0, [], None
 
     def __iter__(self):
-        self.order = torch.randperm(ROWS)
+        before, self.order, self.batches = id(self.order), None, []
+        drawn = [torch.randperm(ROWS)]
+        while id(drawn[-1]) != before and len(drawn) < 1000:  # the new one mostly gets the old one's id
+            drawn.append(torch.randperm(ROWS))
+        self.order = drawn[-1]
         self.batches = list(self.order.split(BATCH))
         self.place = 0
         return self
