@@ -1,5 +1,6 @@
 """Every mode gives the whole network's result and gradients; a network that cannot be cut is refused, or run whole."""
 
+import itertools
 import re
 
 import pytest
@@ -91,8 +92,13 @@ def test_filling_empty_space_with_zeros_is_wrong():
     assert max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(found, expected, strict=True)) > 0.5
 
 
-@pytest.mark.parametrize("mode", ["blocks", "bbox"])
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in NETS])
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [
+        *one_in_product(2, [each for each in NETS if each not in SLOW], ["blocks", "bbox"]),
+        *[pytest.param(*each, marks=pytest.mark.slow) for each in itertools.product(sorted(SLOW), ["blocks", "bbox"])],
+    ],
+)
 def test_parts_equal_the_whole(name, mode):
     found, plan = errors(NETS[name], brain(), mode=mode, block_size=6)
     assert max(found) <= 1e-12
@@ -105,7 +111,7 @@ def test_a_box_without_margin_is_wrong():
     assert (naive - net(volume)[:, :, 8:20, 9:17, 7:17]).detach().abs().max() > 1e-2
 
 
-@pytest.mark.parametrize(("mode", "size"), one_in_product(2, ["blocks", "bbox"], [26, 28, 30]))
+@pytest.mark.parametrize(("mode", "size"), one_in_product(5, ["blocks", "bbox"], [26, 28, 30]))
 def test_padding_to_a_multiple(mode, size):
     """Parts have the remainders of the volume by the multiple to which the module pads."""
     torch.manual_seed(0)

@@ -30,7 +30,7 @@ from memkit.recipes.state.files import list_states
 from memkit.recipes.state.manager import TrainingStateManager
 from memkit.recipes.validation import ValidationMonitor
 from memkit.voxel.dataset import VoxelDataset
-from tests.helpers import FunctionsEntered, assert_refused, one_in
+from tests.helpers import FunctionsEntered, assert_refused, one_in, one_in_product
 from tests.recipes.loop_parts import StopAfter, digits, loader_of, make, train_in_child, weights
 from tests.toys import classify, trainer_of
 
@@ -478,8 +478,10 @@ def train_by_plateau(folder, num_epochs, stop_after=None, **settings):
     return weights(model), [*dict.fromkeys(rates)]
 
 
-@pytest.mark.parametrize("stop_after", [1, 2, 3])
-@pytest.mark.parametrize("every", [{}, {"save_every": 4}, {"save_every": 2, "validate_every": 2}])
+@pytest.mark.parametrize(
+    ("every", "stop_after"),
+    one_in_product(2, [{}, {"save_every": 4}, {"save_every": 2, "validate_every": 2}], [1, 2, 3]),
+)
 def test_a_plateau_goes_on_as_if_the_run_had_not_been_stopped(every, stop_after, tmp_path):
     whole, rates = train_by_plateau(tmp_path / "whole", 5, **every)
     assert len(rates) > 1  # it has lowered the learning rate

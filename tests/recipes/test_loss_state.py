@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, RandomSampler, Sampler, Subset, TensorDataset
 
 import memkit as mk
+from tests.helpers import one_in_product
 
 
 class Regularized(nn.Module):
@@ -658,9 +659,13 @@ def rows_of_figures(model, x):
     return {"loss": model(x[0]).square()}
 
 
-@pytest.mark.parametrize("val_fn", [None, rows_of_figures])
 @pytest.mark.parametrize(
-    "how", ["number", "list_", "array", "attribute", "buffer", "replaced_buffer", "large_buffer", "generator"]
+    ("val_fn", "how"),
+    one_in_product(
+        3,
+        [None, rows_of_figures],
+        ["number", "list_", "array", "attribute", "buffer", "replaced_buffer", "large_buffer", "generator"],
+    ),
 )
 def test_a_validation_changes_nothing_in_the_model(how, val_fn):
     def run(*, validates):

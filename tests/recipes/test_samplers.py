@@ -20,6 +20,7 @@ from torch.utils.data import (
 )
 
 import memkit as mk
+from tests.helpers import one_in_product
 
 ROWS, BATCH = 12, 3
 DATA = TensorDataset(torch.arange(float(ROWS)).view(ROWS, 1))
@@ -131,9 +132,9 @@ def trained(folder, sampler, *, in_batches=False, stop=None, num_epochs=3):
     return seen, model.weight.detach()
 
 
-@pytest.mark.parametrize("in_batches", [False, True])
-@pytest.mark.parametrize("stop", [6, 8])  # in the second epoch, and at its end
-@pytest.mark.parametrize("kind", SAVED)
+@pytest.mark.parametrize(  # stopped in the second epoch, and at its end
+    ("kind", "stop", "in_batches"), one_in_product(3, SAVED, [6, 8], [False, True])
+)
 def test_a_resumed_run_has_the_batches_of_one_that_was_not_stopped(kind, stop, in_batches, tmp_path):
     _, whole = trained(tmp_path / "whole", SAVED[kind](), in_batches=in_batches)
     trained(tmp_path / "parts", SAVED[kind](), in_batches=in_batches, stop=stop)

@@ -1609,9 +1609,9 @@ def test_choices_by_python_for_each_row_are_repeated(seed):
     assert verdict_of(loss_fn, seed=seed).exact
 
 
-@pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("rows", [4, 8])
-@pytest.mark.parametrize("how", ["topk", "sort", "kthvalue", "mask"])
+@pytest.mark.parametrize(
+    ("how", "rows", "seed"), one_in_product(5, ["topk", "sort", "kthvalue", "mask"], [4, 8], range(6))
+)
 def test_the_hardest_half_of_the_rows_is_never_that_of_the_parts(how, rows, seed):
     """By accident, two equal parts have each half of the hardest half in one check of three."""
 
