@@ -13,14 +13,6 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 MODULES = [".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts) for path in FILES]
 
 
-@pytest.mark.parametrize("path", FILES, ids=[str(path.relative_to(PACKAGE)) for path in FILES])
-def test_file(path):
-    tree = ast.parse(path.read_text())
-    assert ast.get_docstring(tree), "the first line of a file says what it is for"
-    calls = {node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
-    assert "print" not in calls or "cli" in path.parts
-
-
 EXTRAS = {"numba", "triton"}  # each is imported by one module, which is loaded when it is chosen
 
 
@@ -39,14 +31,12 @@ KERNEL = PACKAGE / "_recovery"
 JUDGES = {"is_out_of_memory", "classify_oom", "OomVerdict", "under_memory_pressure"}
 
 
-@pytest.mark.parametrize("path", FILES, ids=[str(path.relative_to(PACKAGE)) for path in FILES])
-def test_only_the_kernel_recognizes_out_of_memory(path):
+def assert_leaves_out_of_memory_to_the_kernel(path, tree):
     """`memkit._recovery` alone catches such errors, so that no second way to recover can drift away from it."""
     if KERNEL in path.parents or path in {
         PACKAGE / each for each in ("__init__.py", "train/__init__.py", "_machine/devices.py")
     }:
         return
-    tree = ast.parse(path.read_text("utf-8"))
     imported = {name.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for name in node.names}
     assert not imported & JUDGES
     simulates = path in {PACKAGE / "_simulation/cuda/memory.py", PACKAGE / "predict/script/process.py"}
@@ -77,12 +67,6 @@ def private_parts(tree):
                 yield name
 
 
-@pytest.mark.parametrize("path", FILES, ids=[str(path.relative_to(PACKAGE)) for path in FILES])
-def test_private_torch_names_stay_in_the_seam(path):
-    if SEAM not in path.parents:
-        assert list(private_parts(ast.parse(path.read_text("utf-8")))) == []
-
-
 def private_names(tree):
     """Names with one underscore in front, as attributes, imports or text: what the seam knows of torch."""
     for node in ast.walk(tree):
@@ -97,14 +81,25 @@ SEAM_FILES = [path for path in SEAM.glob("*.py") if path.name != "aten.py"]
 PRIVATE_NAMES = {name for path in SEAM_FILES for name in private_names(ast.parse(path.read_text("utf-8")))}
 
 
-@pytest.mark.parametrize("path", FILES, ids=[str(path.relative_to(PACKAGE)) for path in FILES])
-def test_private_torch_names_are_not_reached_by_string(path):
+def assert_leaves_private_names_to_the_seam(path, tree):
     """`getattr(module, "_buffers")` needs the seam as well."""
-    if SEAM not in path.parents:
-        texts = {node.value for node in ast.walk(ast.parse(path.read_text("utf-8"))) if isinstance(node, ast.Constant)}
-        named = {each for each in texts if isinstance(each, str)}
-        assert sorted(PRIVATE_NAMES & named) == []
-        assert [each for each in named if re.fullmatch(r"torch(\.\w+)*\._\w+(\.\w+)*", each)] == []
+    if SEAM in path.parents:
+        return
+    assert list(private_parts(tree)) == []
+    texts = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
+    named = {each for each in texts if isinstance(each, str)}
+    assert sorted(PRIVATE_NAMES & named) == []
+    assert [each for each in named if re.fullmatch(r"torch(\.\w+)*\._\w+(\.\w+)*", each)] == []
+
+
+@pytest.mark.parametrize("path", FILES, ids=[str(path.relative_to(PACKAGE)) for path in FILES])
+def test_file(path):
+    tree = ast.parse(path.read_text("utf-8"))
+    assert ast.get_docstring(tree), "the first line of a file says what it is for"
+    calls = {node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
+    assert "print" not in calls or "cli" in path.parts
+    assert_leaves_out_of_memory_to_the_kernel(path, tree)
+    assert_leaves_private_names_to_the_seam(path, tree)
 
 
 def test_no_file_outside_the_seam_may_name_private_attributes():

@@ -15,6 +15,7 @@ from memkit.chunk.assembly import ChunkRows
 from memkit.chunk.engine import _chunks_of
 from tests.allocations import trace_allocations
 from tests.chunk.scenes import vertices
+from tests.helpers import one_in_product
 
 NUM_CLOUDS, WIDTH = 3, 24
 FIRST, LAST = 2 * 3 * 32, 2 * 32 * WIDTH  # multiplications and additions of a row
@@ -50,9 +51,9 @@ def num_winners(reduce="max"):
     return int((values == best).any(1).sum())
 
 
-@pytest.mark.parametrize("reduce", ["max", "min"])
-@pytest.mark.parametrize("chunk_size", [10, 1000, 20_000])
-@pytest.mark.parametrize("by", ["index", "ptr"])
+@pytest.mark.parametrize(
+    ("by", "chunk_size", "reduce"), one_in_product(3, ["index", "ptr"], [10, 1000, 20_000], ["max", "min"])
+)
 def test_the_gradients_are_those_of_all_rows(reduce, chunk_size, by):
     points, cloud_of = cloud()
     if by == "ptr":

@@ -28,7 +28,7 @@ import memkit as mk
 from memkit.integrations import transformers as adapter
 from memkit.integrations.transformers import MemoryCallback, MemoryEfficientTrainer
 from memkit.train.split_watch import SplitWatch
-from tests.helpers import assert_same
+from tests.helpers import assert_same, one_in
 from tests.integrations.scripts import num_changed_lines
 from tests.train.faults import FailingOperator
 
@@ -356,7 +356,7 @@ SLOW_CASES = {"smoothed", "loss function", "another trainer's", "checkpointed"}
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(case, marks=pytest.mark.slow) if case in SLOW_CASES else case for case in CASES],
+    one_in(2, CASES, slow=SLOW_CASES),
 )
 def test_parts_have_the_weights_of_the_models_loss(case, tmp_path):
     make, args, settings, plain, ours = CASES[case]

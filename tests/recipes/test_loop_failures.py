@@ -33,7 +33,7 @@ def test_an_epoch_without_a_batch_at_the_start_saves_nothing(tmp_path):
 @pytest.mark.parametrize(
     ("every", "error"),
     one_in_product(
-        2,
+        4,
         [{"validate_every": 2, "save_every": 2}, {"save_every": 2}, {}],
         [ZeroDivisionError, KeyboardInterrupt, mk.errors.ConfigError],
     ),

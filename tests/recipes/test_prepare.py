@@ -27,7 +27,7 @@ from memkit.recipes.planned import plan_training, prepare
 from memkit.recipes.report import write_report
 from memkit.train.wrapper import MemoryEfficientTrainingWrapper
 from tests.allocations import trace_allocations
-from tests.helpers import FunctionsEntered, Noted, assert_refused, assert_same
+from tests.helpers import FunctionsEntered, Noted, assert_refused, assert_same, one_in_product
 from tests.toys import Residual, mean_square
 
 
@@ -812,9 +812,9 @@ def trimmed_loss(model, batch):
     return model(rows).square().sum() / 64
 
 
-@pytest.mark.parametrize("treat", ["tensors", pytest.param("blocks", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("make", [padded, samples])
-@pytest.mark.parametrize("long_row", [0, 15])
+@pytest.mark.parametrize(
+    ("make", "long_row", "treat"), one_in_product(3, [padded, samples], [0, 15], ["tensors", "blocks"])
+)
 def test_every_micro_batch_is_tried_where_they_may_differ(make, long_row, treat):
     model, batch = Trims(), make(16, long_row)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -82,7 +82,7 @@ def first_lines(log, folder, capsys):
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=[pytest.mark.slow] if name in ("workers", "host_memory") else []) for name in FAULTS],
+    one_in(2, FAULTS, slow={"workers", "host_memory"}),
 )
 def test_the_first_line_names_the_fault(name, tmp_path, capsys):
     how, words, suspect = FAULTS[name]
@@ -95,7 +95,7 @@ def test_the_first_line_names_the_fault(name, tmp_path, capsys):
     assert (report.severity == "good") is (name == "clean")
 
 
-@pytest.mark.parametrize("name", one_in(2, VARIANTS, slow={"leak of a process, not tracked"}))
+@pytest.mark.parametrize("name", one_in(4, VARIANTS, slow={"leak of a process, not tracked"}))
 def test_variants(name, tmp_path):
     fault, how, words = VARIANTS[name]
     report = make_report(log_of(fault, how, tmp_path / "log.jsonl"))

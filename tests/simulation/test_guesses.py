@@ -16,6 +16,7 @@ from torch import nn
 import memkit as mk
 from memkit._simulation import guesses
 from memkit.predict.virtual_gpu import VirtualGPU
+from tests.helpers import one_in_product
 from tests.simulation.reads import (
     DECIDING,
     ORDINARY,
@@ -199,8 +200,9 @@ def test_a_number_of_cells_that_a_guess_decides_is_not_known():
     assert "test_guesses.py" in estimate.verdict("1TiB").reason
 
 
-@pytest.mark.parametrize("target", ["cpu", "RTX 4090"])
-@pytest.mark.parametrize("where", ["model", "block", "loss_fn", "function"])
+@pytest.mark.parametrize(
+    ("where", "target"), one_in_product(3, ["model", "block", "loss_fn", "function"], ["cpu", "RTX 4090"])
+)
 def test_what_compiled_code_takes_is_not_known(target, where):
     """The code that is simulated is not the code that the compiler makes of it."""
 

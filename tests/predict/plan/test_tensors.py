@@ -391,7 +391,12 @@ def test_what_a_graph_saved_that_died_in_the_forward_does_not_wait():
 
 @pytest.mark.parametrize(
     ("may_offload", "zero_infinity", "has_lists"),
-    [(True, False, False), (False, False, False), (False, True, False), (False, True, True)],
+    [
+        (True, False, False),
+        pytest.param(False, False, False, marks=pytest.mark.slow),
+        pytest.param(False, True, False, marks=pytest.mark.slow),
+        (False, True, True),
+    ],
 )
 @pytest.mark.usefixtures("offloading_is_the_fastest")
 def test_a_loss_that_saves_other_tensors_when_it_is_followed(may_offload, zero_infinity, has_lists):
