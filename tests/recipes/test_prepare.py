@@ -386,7 +386,8 @@ def test_another_loss_than_the_plan_judged_is_judged():
     model = make_model()
     with prepare(model, torch.optim.AdamW(model.parameters()), digits(), loss_fn, budget="2500KiB") as trainer:
         assert trainer.train_step(digits(), loss_fn).num_microbatches > 1
-        assert_refused(lambda: trainer.train_step(digits(), contrastive), ConfigError, "when the batch is split")
+        with pytest.warns(MemkitWarning, match="it has another loss function"):
+            assert_refused(lambda: trainer.train_step(digits(), contrastive), ConfigError, "when the batch is split")
 
 
 def take_step(trainer, batch):
@@ -438,8 +439,10 @@ def test_another_loss_than_the_planned_one_is_checked():
 
     with prepare(model, optimizer, batch, loss_fn, budget="2500KiB", treat="blocks") as trainer:
         trainer.train_step(batch, loss_fn)
-        assert_refused(lambda: trainer.train_step(batch, of_the_batch), ConfigError, "when the batch is split")
-    with prepare(model, optimizer, batch, loss_fn, budget="2500KiB", treat="blocks", probe=False) as trainer:
+        with pytest.warns(MemkitWarning, match="it has another loss function"):
+            assert_refused(lambda: trainer.train_step(batch, of_the_batch), ConfigError, "when the batch is split")
+    other = prepare(model, optimizer, batch, loss_fn, budget="2500KiB", treat="blocks", probe=False)
+    with other as trainer, pytest.warns(MemkitWarning, match="it has another loss function"):
         trainer.train_step(batch, of_the_batch)
 
 

@@ -523,7 +523,7 @@ def test_split_loss_remedies(plain):
 def test_a_unet_with_batch_normalization_inside_real_limits():
     """Recomputed blocks; these and the disk; if neither suffices, an error, or a changed result if allowed."""
     # A limit means what it says.
-    done = run_module("tests.train.unet_child", 36, 21, 15, MALLOC_MMAP_THRESHOLD_="65536")
+    done = run_module("tests.train.unet_child", 36, 26, 15, MALLOC_MMAP_THRESHOLD_="65536")
     recomputed, moved, refused = map(json.loads, done.stdout.splitlines())
     for row in (recomputed, moved):
         assert row["plain_dies"]
@@ -533,7 +533,7 @@ def test_a_unet_with_batch_normalization_inside_real_limits():
         assert row["is_same"]  # and all of the model, bit for bit
     assert recomputed["recomputed"] == ["down1", "down2", "middle", "up2", "up1"]
     assert ["to the disk" in each for each in recomputed["told"]] == [False]
-    assert ["to the disk" in each for each in moved["told"]] == [False, True]
+    assert ["to the disk" in each for each in moved["told"]] == [False, True, True]  # at last without recomputing
     assert "splitting the batch changes its gradient" in refused["refusal"]
     assert "can't allocate memory" in refused["cause"]
     inexact = refused["inexact"]
