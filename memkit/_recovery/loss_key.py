@@ -25,9 +25,13 @@ class LossKinds:
 
     From its fifth value on, a variable counts as one that changes all the time, as a step's number does, or a criterion
     that is made anew in each step: then its values make no other kinds.
+
+    Attributes:
+        pools_objects: Whether the last loss has objects that are not told apart any more.
     """
 
     def __init__(self) -> None:
+        self.pools_objects = False
         self._values: dict[object, list[set[object]]] = {}  # of each variable, by the lines of the loss
 
     def kind_of(self, loss_fn: object) -> tuple[object, ...]:
@@ -42,6 +46,7 @@ class LossKinds:
             if len(before) <= _MOST_VALUES:
                 before.add(value)
             kind.append(value if len(before) <= _MOST_VALUES else ...)
+        self.pools_objects = ... in kind[1 : 1 + len(objects)]
         return tuple(kind)
 
 

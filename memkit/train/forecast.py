@@ -189,7 +189,7 @@ class PartPlanner:
         self._kinds: dict[object, _Known] = {}  # the last ones, as loops alternate between losses, or networks
         self._losses = LossKinds()
         self._failure, self._has_warned, self._has_warned_of_a_row, self._has_warned_of_more = "", False, False, False
-        self._has_warned_of_sparse = False
+        self._has_warned_of_sparse = self._has_warned_of_losses = False
 
     def in_phase(self, name: str, run: Callable[..., Result], *args: Any) -> Result:
         """Call ``run(*args)`` in a phase of the manager, if there is one."""
@@ -243,6 +243,14 @@ class PartPlanner:
         kind = self._losses.kind_of(loss_fn), state_of_step(self._model, self._optimizers)
         self._known = self._kinds.get(kind) or _Known()
         keep_newest(self._kinds, kind, self._known)
+        if self._losses.pools_objects and not self._has_warned_of_losses:
+            self._has_warned_of_losses = True
+            warn_user(
+                "MemoryEfficientTrainingWrapper: for memory=... the steps of several loss objects were predicted, each "
+                "by itself, and there are ever new ones. From now on they are predicted as if they were one, so a step "
+                "may take more than memory=... allows. Way out: make each loss once, before the loop, and pass it to "
+                "trainer.train_step(batch, loss_fn)."
+            )
 
     def _expect(self, key: str, added_bytes: int) -> None:
         """Note what the next step may take, if it was predicted to fit and the device counts what it takes."""

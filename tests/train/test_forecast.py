@@ -780,9 +780,11 @@ class Near:
         return near(model, x)
 
 
-def test_loss_objects_made_anew_in_each_step_are_predicted_a_few_times():
+def test_loss_objects_made_anew_in_each_step_are_predicted_a_few_times_and_told():
     losses = [Near() for _ in range(20)]
-    assert num_rehearsed(lambda trainer, number: trainer.train_step(SIXTEEN_ROWS, losses[number]), 20) == 2 * 5
+    with pytest.warns(mk.MemkitWarning, match=r"ever new ones.*make each loss once, before the loop") as told:
+        assert num_rehearsed(lambda trainer, number: trainer.train_step(SIXTEEN_ROWS, losses[number]), 20) == 2 * 5
+    assert len(told) == 1
 
 
 @pytest.mark.parametrize(("of_steps", "num_predicted"), [([False, True], 2), (range(12), 5)])
