@@ -36,9 +36,10 @@ from memkit.recipes.density_records import (
     SceneLosses,
     mean_losses,
 )
+from memkit.train.check_attempt import CheckAttempt
 from memkit.train.contrastive import run_again_in_backward
 from memkit.train.models import device_of, unwrap_model
-from memkit.train.split_check import CheckAttempt, scan_modules
+from memkit.train.row_mixers import scan_modules
 from memkit.train.wrapper import MemoryEfficientTrainingWrapper
 
 ConsistencyMode = Literal["joint", "cached", "stopgrad"]

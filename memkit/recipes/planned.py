@@ -58,14 +58,16 @@ from memkit.predict.words import PLAN_WORDS
 from memkit.predict.worst_batch import WorstBatch, find_worst_batch
 from memkit.recipes.order import ResumableLoader
 from memkit.recipes.planned_kinds import RehearsedBatches, RehearsedStep, suit_all
+from memkit.train.check_attempt import CheckAttempt
 from memkit.train.checkpointing import auto_blocks
 from memkit.train.checks import Caller
 from memkit.train.gradients import gradients_set_aside
 from memkit.train.models import device_of, unwrap_model
 from memkit.train.owners import check_owner, list_optimizers
+from memkit.train.row_mixers import scan_modules
 from memkit.train.samples import mark_samples, unmark_samples
 from memkit.train.split import copied, count_rows, has_unlike_rows, take_rows
-from memkit.train.split_check import CheckAttempt, check_split, scan_modules
+from memkit.train.split_check import check_split
 from memkit.train.split_watch import Probe
 from memkit.train.wrapper import MemoryEfficientTrainingWrapper, StepResult
 

@@ -27,7 +27,8 @@ from memkit._torch.tensors import bit_sums
 from memkit.train.divisors import NORMS_OF_A_ROW
 from memkit.train.samples import mark_samples, unmark_samples
 from memkit.train.split import count_rows, structure_of, take_rows
-from memkit.train.split_check import SplitVerdict, check_split, how_to_update
+from memkit.train.split_check import check_split
+from memkit.train.split_verdict import SplitVerdict, how_to_update
 
 _CALL = "cached_backward(encoder, ...)"
 _WHOLE = "or raise chunk_size to the rows of the batch"

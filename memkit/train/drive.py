@@ -21,9 +21,11 @@ from memkit._recovery.inputs import InputWatch
 from memkit._recovery.plan import Part
 from memkit._recovery.sizes import SizeMemory
 from memkit._recovery.snapshot import Rollback, StateWatch
+from memkit.train.check_attempt import CheckAttempt
 from memkit.train.divisors import DivisorWatch
 from memkit.train.models import has_lazy_parameters
 from memkit.train.remedies import Remedies
+from memkit.train.row_mixers import scan_modules
 from memkit.train.samples import SampleList, doubt_of_columns, mark_samples, unmark_samples
 from memkit.train.split import (
     SplitFn,
@@ -38,7 +40,8 @@ from memkit.train.split import (
     rows_left_out,
     survey_packed,
 )
-from memkit.train.split_check import CheckAttempt, Computation, Examination, SplitVerdict, scan_modules
+from memkit.train.split_check import Computation, Examination
+from memkit.train.split_verdict import SplitVerdict
 from memkit.train.split_watch import SplitWatch
 from memkit.train.split_ways import Way, once, ways_to_cut
 

@@ -11,7 +11,7 @@ from torch import nn
 from memkit._core.errors import InputError, InputTypeError, warn_user
 from memkit._core.settings import Checker
 from memkit._core.words import guided
-from memkit.train.split_check import scan_modules
+from memkit.train.row_mixers import scan_modules
 
 _WARNED_OF: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 

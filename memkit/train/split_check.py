@@ -5,45 +5,44 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-import sys
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from types import TracebackType
-from typing import Any, Literal, NoReturn
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from memkit._core.errors import InputError, InputTypeError, StateError
-from memkit._core.printable import list_some
+from memkit._core.errors import InputError, InputTypeError
 from memkit._core.settings import Checker
 from memkit._core.units import MIB
 from memkit._core.words import guided
 from memkit._gradients.loss import Loss, LossFn, call_loss_fn, check_loss_fn
 from memkit._gradients.streamed import without_hooks
 from memkit._machine.devices import host_memory, release_cached_memory
-from memkit._recorder.attributes import Attributes, HeldBuffer, HeldGradient
+from memkit._recorder.attributes import HeldBuffer, HeldGradient
 from memkit._recorder.ranked import RowLimit
-from memkit._recorder.rehearsal import RanksError, Rehearsal, Span
-from memkit._recovery.attempt import Caught, Done, OutOfMemory, attempt
-from memkit._recovery.batch import refuse_as_batch
-from memkit._torch.modules import BatchNorm, Dropout, has_spectral_norm
+from memkit._recorder.rehearsal import Rehearsal, Span
+from memkit._recovery.attempt import Done, attempt
 from memkit._torch.tensors import assign_gradient_dtype, gradient_dtype, hooks_of
 from memkit.train.backward_steps import hooks_of_others
-from memkit.train.divisors import NORMS_OF_A_ROW, SUM_IS_AVERAGED, divisors, have_unequal_weights
+from memkit.train.check_attempt import Attempts, CheckAttempt
+from memkit.train.divisors import divisors, have_unequal_weights
 from memkit.train.gradients import has_reentrant_checkpoint
 from memkit.train.models import device_of
+from memkit.train.part_gradients import TIMES_ROUNDING, PartGradient, errors_of, find_weights, is_one_sided, summed
 from memkit.train.ranks import without_buffer_sync
+from memkit.train.row_mixers import freezing, is_norm, normalizes_over_rows, scan_modules, silence
 from memkit.train.samples import mark_samples, unmark_samples
 from memkit.train.sketches import Vector, sketches, sketches_of_backward
 from memkit.train.split import SplitFn, map_leaves
+from memkit.train.split_verdict import SplitVerdict
 from memkit.train.split_ways import CutBatch, Way, interleaved, reordered, ways_to_cut
 
 # Relative error per parameter that passes without further runs; larger errors are compared with rounding.
 _QUICK_TOLERANCE = {torch.float64: 1e-9, torch.complex128: 1e-9}
 _TOLERANCE = 1e-5
-_TIMES_ROUNDING, _MOST_ROUNDED = 10.0, 4
+_MOST_ROUNDED = 4
 _CLEAR = 1e-2  # relative error of a parameter that is hardly rounding
 _SMALL_BYTES = 2**20  # of a buffer that is compared
 _BUFFER_TOLERANCE = 1e-3
@@ -68,8 +67,7 @@ _ALL_SELECTED = (
     "whole, or select by a threshold"
 )
 _MAX_HALF_BYTES = 256 * MIB  # of half-precision parameters that are checked in float32
-_FIT = 1e-3  # how well other weights must explain the whole
-_LEFT_OUT = 1e-6  # share of a part that does not count; one valid token among those of a few rows has more
+_LARGE = 1e-3  # relative error that is told of where rounding explained it and another comparison met noise
 _NOTHING_TO_TRAIN = "the model has no parameter to train"
 _ONLY_IN_ORDER = (
     "parts of the batch in its own order have the gradient of the whole, parts of the same rows in another order do "
@@ -89,214 +87,6 @@ _UNEVEN = (
     "the losses of the parts were divided by numbers that are not in proportion to their sizes (valid tokens, class "
     "weights), and the rows that were checked do not show why"
 )
-
-_ADVICE = {
-    "modules": f"In training mode {{names}} would see the statistics of each micro-batch: use {NORMS_OF_A_ROW}, or "
-    "freeze the statistics with .eval(); where its forward trains parameters of its own, keep the batch whole.",
-    "mixing": "In training mode {names} would compute from each micro-batch what they compute from the whole batch (a "
-    "mean over its rows, or a choice by it): call .eval() on them where training does not need that mode, compute it "
-    "from each row by itself, or keep the batch whole: one micro-batch, and on_oom='raise'.",
-    "rows": "The loss, or the model, compares or mixes the rows of the batch: where it is a loss over embeddings, "
-    "memkit.train.cached_backward gives its exact gradient; where rows are padded to the longest one of each part, pad "
-    "them to one length before the split, mask the padding in means and statistics, or replace GroupNorm by LayerNorm "
-    "over the channels of each position; where it adds up means over different things (tokens and "
-    "rows, or several tasks), divide each by the whole batch's count, passed along in the batch, or keep the batch "
-    "whole: one micro-batch, and on_oom='raise'.",
-    "weights": "The loss is a mean over something other than rows (valid tokens, class weights): return "
-    "mk.Loss(mean=loss, count=n) from loss_fn, where n is the divisor of the mean; in a loop of your own, call "
-    "trainer.backward(loss, count=n).",
-    "counted": "The count that loss_fn gives is not the divisor of its mean (one with + 1e-5 is another number): "
-    "return mk.Loss(sum=total, count=n), where total is the sum before the division and n the number of what it sums; "
-    "in a loop of your own, call trainer.backward(total, count=n, reduction='sum').",
-    "not finite": "The loss of a part is not finite, where that of the batch is: a variance of a single row is 0 / 0, "
-    "and so is a mean over no items. Take such statistics within each row, give a part without items the count 0, or "
-    "keep the batch whole: one micro-batch, and on_oom='raise'.",
-    "sum": f"{SUM_IS_AVERAGED}: return its mean over the rows; or, for the "
-    "gradient of the sum itself, mk.Loss(sum=loss * num_rows, count=n), where num_rows is the number of rows of the "
-    "whole batch and n that of the part; memkit.SplitLoss(reduction='sum') adds up the parts.",
-    "state": "Each forward changes state that the loss depends on ({names}), so it changes once per micro-batch "
-    "instead of once per batch: update it {how}, or keep the batch whole.",
-    "scale": "The backward is not linear in the gradient that comes in, as that of a hook which clamps an activation's "
-    "gradient, or of an autograd.Function which clips it; and how much all counts are together is known only after the "
-    "last part, so the gradient comes into each part at another scale than into the whole batch. Let each row carry "
-    "the whole batch's number of items per row, and return a mean over rows, which comes in at the whole's scale: "
-    "`return (losses_of_rows / batch['items_per_row']).mean()`, without a count; or clip the parameters' gradients "
-    "instead (max_grad_norm), or keep the batch whole: one micro-batch, and on_oom='raise'.",
-    "hooks": "Hooks on parameters see the gradient of each micro-batch, or the sum so far, and change it otherwise "
-    "than that of the whole: let them work on .grad before the step, by optimizer.register_step_pre_hook(...), or clip "
-    "with max_grad_norm; SplitLoss runs them once per batch.",
-}
-
-
-def how_to_update(state: Iterable[str]) -> str:
-    """Return when to update state that forwards change, so that each step changes it once."""
-    how = "once per step, outside of forward"
-    if not has_spectral_norm(state):
-        return how
-    return (
-        f"{how} (a layer in torch.nn.utils.parametrizations.spectral_norm, before each step: "
-        "layer.parametrizations.train(); layer.weight; layer.parametrizations.eval())"
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class SplitVerdict:
-    """Verdict on whether the gradients of a batch's parts add up to the gradient of the batch.
-
-    Attributes:
-        exact: Whether they do; None if it could not be checked, and `reason` says why.
-        error: Largest relative error of a parameter's gradient when some rows are split.
-        modules: Modules in training mode that mix the rows: found at fault, or suspected if ``exact`` is None.
-        state: State that a forward changes and that affects the loss: names of buffers and attributes, if they were
-            found.
-        loss: Any other cause. ``"rows"``: the loss, or the model in evaluation mode too, mixes the rows.
-            ``"weights"``: the loss is a mean over something other than rows. ``"sum"``: it is a sum over them.
-            ``"state"``: see `state`. ``"hooks"``: hooks on parameters treat the parts of a gradient differently from
-            the whole. ``"scale"``: the loss comes with a count, and its backward is not linear in the gradient that
-            comes in.
-        reason: Why it was not checked.
-        is_out_of_memory: Whether it was not checked because memory ran out.
-        is_partial: Whether memory ran out where the losses of two of the step's own parts were to be compared: fewer
-            rows decide.
-        is_permuted: Whether it was not checked because the step permutes the rows at random: parts mix other rows.
-        is_uninformative: Whether the gradient of the checked rows is zero or not finite; another batch may show more.
-        has_branches: Whether Python branches on values of tensors, so that another batch may take another path.
-        kind: The operators from the loss down to its reductions; they distinguish one loss from another.
-        buffers: Buffers that the parts leave with other values than the whole batch, and gradients of other networks
-            whose backward the loss function runs itself. The gradient of this batch does not depend on them, but what
-            the training does with them later may.
-        has_count: Whether the loss comes with a count.
-        mixing: Those of `modules` that do not look like a normalization.
-        has_weights: Whether the rows that were checked have constant weights in the loss, and these differ.
-    """
-
-    exact: bool | None
-    error: float | None = None
-    modules: tuple[str, ...] = ()
-    state: tuple[str, ...] = ()
-    loss: Literal["rows", "weights", "sum", "state", "hooks", "scale"] | None = None
-    reason: str = ""
-    is_out_of_memory: bool = False
-    is_partial: bool = False
-    is_permuted: bool = False
-    is_uninformative: bool = False
-    has_branches: bool = False
-    kind: tuple[tuple[str, ...], ...] = ()
-    buffers: tuple[str, ...] = ()
-    has_count: bool = False
-    mixing: tuple[str, ...] = ()
-    has_weights: bool = False
-
-    def __bool__(self) -> bool:
-        return self.exact is True  # for `if check_split(...):`
-
-    @property
-    def advice(self) -> str:
-        """Suggested fixes, one sentence per cause; empty if there are none."""
-        names = ", ".join(self.state) or "something that memkit cannot name"
-        kinds = {"modules": [each for each in self.modules if each not in self.mixing], "mixing": self.mixing}
-        of_modules = [_ADVICE[kind].format(names=list_some(found)) for kind, found in kinds.items() if found]
-        cause: str | None = self.loss
-        if cause == "weights" and self.has_count:
-            cause = "not finite" if self.error is not None and math.isinf(self.error) else "counted"
-        of_loss = _ADVICE[cause].format(names=names, how=how_to_update(self.state)) if cause else ""
-        return " ".join(filter(None, (*of_modules, of_loss)))
-
-
-@dataclass(slots=True)
-class _Gradient:
-    """Summed loss, its gradient as one sketch per parameter, and the count to divide both by."""
-
-    vectors: list[Vector | None]
-    count: float
-    loss: float
-    adds_up: bool = False  # to the batch's without being divided
-
-    def mean(self) -> list[Vector | None]:
-        return [None if each is None else each / self.count for each in self.vectors]
-
-
-class CheckAttempt:
-    """One run of the user's forward and backward for the check: ``with attempt as micro: ...``, without side effects.
-
-    Attributes:
-        part: The rows.
-        size: Number of rows, or of elements.
-        is_check: Always True: results of this run are dropped.
-        counts: Always False, as for an attempt that ran out of memory.
-        in_full_precision: Whether autocast must be off.
-        error: The error that the block raised, as text.
-    """
-
-    is_check = True
-    counts = False
-
-    def __init__(
-        self,
-        part: Any,
-        size: int,
-        take: Callable[[Loss, int], _Gradient],
-        around: contextlib.AbstractContextManager[None],
-        *,
-        in_full_precision: bool,
-    ) -> None:
-        self.part, self.size, self.in_full_precision = part, size, in_full_precision
-        self._take, self._around = take, around
-        self.gradient: _Gradient | None = None
-        self._content: Attributes | None = None
-        self.error = ""
-        # The model may refuse a few rows though it runs on the real parts; the verdict says so.
-        self._caught = Caught((Exception,), handled=sys.exception())
-
-    @property
-    def is_out_of_memory(self) -> bool:
-        """Whether memory ran out."""
-        return isinstance(self._caught.failure, OutOfMemory)
-
-    @property
-    def is_between_ranks(self) -> bool:
-        """Whether the block tried to communicate with other processes."""
-        return self._caught.failure is not None and isinstance(self._caught.failure.error, RanksError)
-
-    def __getitem__(self, _: object) -> NoReturn:
-        refuse_as_batch()
-
-    def __iter__(self) -> NoReturn:
-        refuse_as_batch()
-
-    def __enter__(self) -> Any:
-        self._content = Attributes([self.part], content="arrays")  # before: if it fails, nothing has been entered
-        self._around.__enter__()
-        return self.part
-
-    def backward(self, loss: Loss) -> None:
-        """Compute and record the gradient of the run's loss."""
-        if self.gradient is not None:
-            raise StateError(
-                "trainer.backward(loss)",
-                got="a second call for one micro-batch",
-                expected="one call inside `with attempt as micro:`",
-                fix="add up the losses first, and call backward once.",
-            )
-        self.gradient = self._take(loss, self.size)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool:
-        is_caught = self._caught.__exit__(kind, error, trace)
-        self._around.__exit__(*((None, None, None) if is_caught else (kind, error, trace)))
-        if self._content is not None:
-            self._content.restore()
-            self._content = None
-        if is_caught:
-            self.error = self._caught.failure.description if self._caught.failure else ""
-            return True
-        if error is None and self.gradient is None:
-            self.error = "trainer.backward(loss) was not called"
-        return False
-
-
-Attempts = Generator[CheckAttempt, None, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -467,7 +257,7 @@ class Examination:
     def _together(self, verdict: SplitVerdict, found: SplitVerdict, way: Way) -> SplitVerdict:
         """Combine the verdicts of two comparisons."""
         if found.exact is None:
-            if verdict.exact and (verdict.error or 0.0) > _FIT and not self._attempt.is_out_of_memory:
+            if verdict.exact and (verdict.error or 0.0) > _LARGE and not self._attempt.is_out_of_memory:
                 self._doubt = found  # a large error that rounding explained, and a comparison that met noise
             return found if verdict.exact is None else verdict
         if way.is_sorted and verdict.exact and found.loss == "rows":
@@ -575,9 +365,9 @@ class Examination:
         finally:
             self._only_losses = False
 
-    def _has_equal_loss(self, whole: _Gradient, parts: list[_Gradient]) -> bool:
-        scale = max(abs(_mean_loss(each)) for each in (whole, *parts) if each.count)
-        return abs(_mean_loss(whole) - _mean_loss(self._sum(parts))) <= _LOSS_TOLERANCE * scale
+    def _has_equal_loss(self, whole: PartGradient, parts: list[PartGradient]) -> bool:
+        scale = max(abs(each.mean_loss) for each in (whole, *parts) if each.count)
+        return abs(whole.mean_loss - summed(parts).mean_loss) <= _LOSS_TOLERANCE * scale
 
     def _compare_whole_and_parts(self, parts: CutBatch) -> Attempts:
         self._has_run_out = False
@@ -601,12 +391,12 @@ class Examination:
             return self._not_checked()
         if not whole.count:
             return self._uninformative("the count of the rows that were checked is zero")
-        if not _is_finite(whole.vectors):
+        if not whole.is_finite:
             return (yield from self._judge_not_finite())
         self._ranked = parts, list(self._rehearsal.ranked)
         after_whole = self._written_state()
         found = yield from self._run_parts()
-        if not _norm(whole.vectors) and (found is None or not _norm(found[0].vectors)):
+        if not whole.norm and (found is None or not found[0].norm):
             return self._uninformative("the gradient of the rows that were checked is zero")
         if found is None:
             if self._suspects and not self._attempt.is_out_of_memory:  # such as BatchNorm, which refuses a single row
@@ -614,7 +404,7 @@ class Examination:
             return self._not_checked()
         together, separate = found
         self._left = self._left or self._differing(after_whole)
-        if not self._is_close(*_errors(whole, together)) and (yield from self._is_unrepeatable(whole)):
+        if not self._is_close(*errors_of(whole, together)) and (yield from self._is_unrepeatable(whole)):
             return self._not_checked(_UNREPEATABLE)
         error, is_equal = yield from self._weigh(whole, together)
         if self._around_whole is not None:
@@ -641,7 +431,7 @@ class Examination:
     def _differing(self, after_whole: Sequence[tuple[HeldBuffer | HeldGradient, Tensor]]) -> tuple[str, ...]:
         return tuple(each.shown for each, then in after_whole if not _is_about(each.now, then))
 
-    def _judge_losses(self, whole: _Gradient, separate: list[_Gradient], error: float) -> Attempts:
+    def _judge_losses(self, whole: PartGradient, separate: list[PartGradient], error: float) -> Attempts:
         """If gradients are equal but losses are not, find out whether forwards change state.
 
         A loss may count its calls (a weight that warms up) without affecting the gradient of these rows; a later
@@ -652,18 +442,20 @@ class Examination:
         if not all(math.isfinite(each.loss) for each in separate):
             reason = "the loss of a part is not finite, though that of its rows among others is"
             return SplitVerdict(None, modules=self._suspects, error=error, reason=reason)
-        differs = abs(_mean_loss(whole) - _mean_loss(self._sum(separate)))
-        if not differs > _TOLERANCE * abs(_mean_loss(whole)):
+        differs = abs(whole.mean_loss - summed(separate).mean_loss)
+        if not differs > _TOLERANCE * abs(whole.mean_loss):
             return SplitVerdict(exact=True, error=error)
         independent = yield from self._run_apart()
         if independent is None:
             return SplitVerdict(exact=True, error=error)
         parts, names = independent
-        if abs(_mean_loss(whole) - _mean_loss(self._sum(parts))) > differs / _TIMES_ROUNDING:
+        if abs(whole.mean_loss - summed(parts).mean_loss) > differs / TIMES_ROUNDING:
             return SplitVerdict(exact=True, error=error)
         return SplitVerdict(exact=False, error=error, state=names, loss="state")
 
-    def _judge_unequal(self, parts: CutBatch, whole: _Gradient, separate: list[_Gradient], error: float) -> Attempts:
+    def _judge_unequal(
+        self, parts: CutBatch, whole: PartGradient, separate: list[PartGradient], error: float
+    ) -> Attempts:
         if (yield from self._is_noise(whole)):
             # Row-by-row draws match the whole's if the parts continue the random stream.
             for which in ("host", "all"):
@@ -707,7 +499,7 @@ class Examination:
 
     def _run_parts(self, **how: Any) -> Attempts:
         """Run the parts one after the other, as a step does; return their sum and the single gradients."""
-        separate: list[_Gradient] = []
+        separate: list[PartGradient] = []
         total, start = None, 0
         for number, (part, size) in enumerate(self._where.parts):
             span = self._span(start, size, number)
@@ -716,13 +508,13 @@ class Examination:
             if gradient is None:
                 return None
             separate.append(gradient)
-            total = gradient if total is None else _add(total, gradient)
+            total = gradient if total is None else total + gradient
             start += size
         return total, separate
 
     def _run_apart(self) -> Attempts:
         """Run each part from the batch's initial state; return their gradients and the names of changed state."""
-        gradients, start = list[_Gradient](), 0
+        gradients, start = list[PartGradient](), 0
         names: tuple[str, ...] = ()
         for number, (part, size) in enumerate(self._where.parts):
             gradient = yield from self._run(part, size, self._span(start, size, number))
@@ -733,7 +525,7 @@ class Examination:
             start += size
         return gradients, names
 
-    def _take(self, loss: Loss, size: int, *, is_whole: bool) -> _Gradient:
+    def _take(self, loss: Loss, size: int, *, is_whole: bool) -> PartGradient:
         """Run backward and return its gradient, sketching each parameter's as soon as backward has it."""
         self._rehearsal.end_forward()
         parameters, self._has_count = self._trained(), loss.count is not None
@@ -748,12 +540,12 @@ class Examination:
             slope, count = slope / unit, count / unit
         root = loss.value.reshape(())
         if self._only_losses:
-            return _Gradient([], count, float(root.detach().real) * slope if slope else 0.0, adds_up)
+            return PartGradient([], count, float(root.detach().real) * slope if slope else 0.0, adds_up)
         if not self._kind:
             terms = divisors(loss.value)
             self._kind, self._has_weights = tuple(each.operators for each in terms), have_unequal_weights(terms)
         if not count and not (slope and root.requires_grad):  # the mean, or the sum, of nothing
-            return _Gradient([None] * len(parameters), 0.0, float(root.detach().real) if slope else 0.0)
+            return PartGradient([None] * len(parameters), 0.0, float(root.detach().real) if slope else 0.0)
         # Those that a loss freezes itself, such as those of a GAN's other network, get no gradient.
         places = [index for index, each in enumerate(parameters) if each.requires_grad]
         wanted = [parameters[index] for index in places]
@@ -785,7 +577,7 @@ class Examination:
         self._are_sums_seen = True
         for index, vector in zip(places, found, strict=True):
             vectors[index] = vector
-        return _Gradient(vectors, count, value, adds_up)
+        return PartGradient(vectors, count, value, adds_up)
 
     def _look_at_sums(self, factor: float, parameter: nn.Parameter, gradient: Tensor) -> None:
         """Note whether hooks on an accumulated gradient make something else of parts than of their sum.
@@ -827,9 +619,9 @@ class Examination:
 
     # ------------------------------------------------------------------ judgment
 
-    def _weigh(self, whole: _Gradient, parts: _Gradient) -> Attempts:
+    def _weigh(self, whole: PartGradient, parts: PartGradient) -> Attempts:
         """Return the largest relative error of a parameter, and whether rounding explains all of them."""
-        errors, norms = _errors(whole, parts)
+        errors, norms = errors_of(whole, parts)
         error = float(np.max(errors / np.where(norms > 0, norms, 1.0), initial=0.0)) if len(errors) else 0.0
         if not np.isfinite(errors).all():
             return math.inf, False
@@ -840,10 +632,10 @@ class Examination:
         self._rounding = np.zeros(len(errors))
         for _ in range(_MOST_ROUNDED):
             rounded = yield from self._run_whole(rounding=generator)
-            if rounded is None or not _is_finite(rounded.vectors):
+            if rounded is None or not rounded.is_finite:
                 return error, False
-            self._rounding = np.maximum(self._rounding, _errors(whole, rounded)[0])
-            most = np.maximum(limits * norms, _TIMES_ROUNDING * self._rounding)
+            self._rounding = np.maximum(self._rounding, errors_of(whole, rounded)[0])
+            most = np.maximum(limits * norms, TIMES_ROUNDING * self._rounding)
             if (errors <= most).all():
                 return error, True
             if ((errors > most) & (errors > _CLEAR * norms)).any():
@@ -859,19 +651,19 @@ class Examination:
     def _is_close(self, errors: Vector, norms: Vector, *, times: float = 1.0) -> bool:
         return bool((errors <= times * self._limits() * norms).all())
 
-    def _is_unrepeatable(self, whole: _Gradient) -> Attempts:
+    def _is_unrepeatable(self, whole: PartGradient) -> Attempts:
         """Return whether the same rows, run again, have another gradient: its difference is not rounding's."""
         again = yield from self._run_whole()
-        if again is None or not _is_finite(again.vectors):
+        if again is None or not again.is_finite:
             return False
-        return not self._is_close(*_errors(whole, again), times=_TIMES_ROUNDING)
+        return not self._is_close(*errors_of(whole, again), times=TIMES_ROUNDING)
 
-    def _is_noise(self, whole: _Gradient) -> Attempts:
+    def _is_noise(self, whole: PartGradient) -> Attempts:
         """Return whether random draws that could not be repeated per row affect the gradient."""
         other = yield from self._run_whole(other_noise=True)
         if other is None:
             return False
-        errors, norms = _errors(whole, other)
+        errors, norms = errors_of(whole, other)
         if (errors <= _TOLERANCE * norms).all():
             return False
         rehearsal = self._rehearsal
@@ -883,16 +675,17 @@ class Examination:
         )
         if hosts is None:
             return False
-        errors, norms = _errors(whole, hosts)
+        errors, norms = errors_of(whole, hosts)
         return bool((errors > _TOLERANCE * norms).any())
 
     def _judge_without_noise(self, parts: CutBatch) -> Attempts:
         """Compare with dropout disabled, for when its draws cannot be repeated row by row."""
         reason = "the gradient depends on random numbers that cannot be repeated for each row"
         self._rehearsal.close()
-        self._rehearsal, self._where, self._prepare = self._new_rehearsal(), parts, self._silence
+        self._rehearsal, self._where = self._new_rehearsal(), parts
+        self._prepare = functools.partial(silence, self._model)
         whole = yield from self._run_whole()
-        if whole is None or not _is_finite(whole.vectors) or not _norm(whole.vectors):
+        if whole is None or not whole.is_finite or not whole.norm:
             return self._not_checked(reason)
         if (yield from self._is_noise(whole)):
             return self._not_checked(reason)
@@ -910,11 +703,11 @@ class Examination:
     def _judge_not_finite(self) -> Attempts:
         """If the whole's gradient is not finite, accept parts that are not finite either."""
         found = yield from self._run_parts()
-        if found is not None and _is_finite(found[0].vectors):
+        if found is not None and found[0].is_finite:
             return SplitVerdict(exact=False, error=math.inf, loss="rows")
         return self._uninformative(self._not_finite)
 
-    def _explain(self, whole: _Gradient, in_order: list[_Gradient], error: float) -> Attempts:
+    def _explain(self, whole: PartGradient, in_order: list[PartGradient], error: float) -> Attempts:
         """Find out whether the parts differ only because counts weigh them; if not, find the cause."""
         if self._has_count and not self._has_exact_weights:
             self._has_exact_weights = True  # for the other causes, too
@@ -924,23 +717,24 @@ class Examination:
             in_order = in_order if again is None else again[1]
         return (yield from self._find_cause(whole, in_order, error))
 
-    def _find_cause(self, whole: _Gradient, in_order: list[_Gradient], error: float) -> Attempts:
+    def _find_cause(self, whole: PartGradient, in_order: list[PartGradient], error: float) -> Attempts:
         """Find the cause by elimination."""
         prepare = self._prepare
         found = yield from self._run_apart()
         independent, names = found or (in_order, ())
-        is_equal = (yield from self._weigh(whole, self._sum(independent)))[1]
+        is_equal = (yield from self._weigh(whole, summed(independent)))[1]
         if is_equal:
             return SplitVerdict(exact=False, error=error, state=names, loss="state")
         if self._with_hooks:
             self._with_hooks = False
             if (yield from self._is_equal_again()):
                 return SplitVerdict(exact=False, error=error, loss="hooks")
-        other = self._other_weights(whole, independent)
-        if other == "weights" and self._where.has_rows and self._is_one_sided(independent):
+        other = find_weights(whole, independent, self._rounding)
+        if other == "weights" and self._where.has_rows and is_one_sided(independent):
             self._where = interleaved(self._where)
-            again = yield from self._again()
-            other = (None not in again and self._other_weights(*again)) or other
+            mixed, its_parts = yield from self._again()
+            if mixed is not None and its_parts is not None:
+                other = find_weights(mixed, its_parts, self._rounding) or other
         if other:
             return SplitVerdict(exact=False, error=error, modules=self._suspects, loss=other)
         if self._suspects and (found := (yield from self._judge_frozen(error))) is not None:
@@ -950,27 +744,26 @@ class Examination:
         unknown = yield from self._find_by_mode(prepare)
         if unknown:
             names = tuple(name or type(self._model).__name__ for name in unknown)
-            mixing = tuple(name for name, module in zip(names, unknown.values(), strict=True) if not _is_norm(module))
+            mixing = tuple(name for name, module in zip(names, unknown.values(), strict=True) if not is_norm(module))
             return SplitVerdict(exact=False, error=error, modules=(*self._suspects, *names), mixing=mixing)
         return SplitVerdict(exact=False, error=error, modules=self._suspects, loss="rows")
 
     def _judge_frozen(self, error: float) -> Attempts:
         """Return a verdict if freezing batch norms explains everything, or everything but weights; else None."""
         prepare = self._prepare
-
-        self._prepare = self._freezing([self._model.get_submodule(name) for name in self._suspects], prepare)
+        self._prepare = freezing([self._model.get_submodule(name) for name in self._suspects], prepare)
         whole, parts = yield from self._again()
         if whole is None or parts is None:
             return None
-        if (yield from self._weigh(whole, self._sum(parts)))[1]:
+        if (yield from self._weigh(whole, summed(parts)))[1]:
             return SplitVerdict(exact=False, error=error, modules=self._suspects)
-        other = self._other_weights(whole, parts)
+        other = find_weights(whole, parts, self._rounding)
         return other and SplitVerdict(exact=False, error=error, modules=self._suspects, loss=other)
 
     def _again(self) -> Attempts:
         """Run whole and parts again, each from the initial state."""
         whole = yield from self._run_whole()
-        if whole is None or not _norm(whole.vectors):
+        if whole is None or not whole.norm:
             return None, None
         found = yield from self._run_apart()
         return whole, found and found[0]
@@ -983,9 +776,9 @@ class Examination:
             f"{path} of {type(top).__name__}" if path else type(top).__name__: module
             for top in others - inner
             for path, module in top.named_modules()
-            if module not in own and _normalizes_over_rows(module)
+            if module not in own and normalizes_over_rows(module)
         }
-        self._prepare = self._freezing(list(norms.values()), prepare)
+        self._prepare = freezing(list(norms.values()), prepare)
         return sorted(norms) if norms and (yield from self._is_equal_again()) else []
 
     def _find_by_mode(self, prepare: Callable[[], None]) -> Attempts:
@@ -1020,46 +813,7 @@ class Examination:
         whole, parts = yield from self._again()
         if whole is None or parts is None:
             return False
-        return (yield from self._weigh(whole, self._sum(parts)))[1]
-
-    def _sum(self, parts: Sequence[_Gradient]) -> _Gradient:
-        total = parts[0]
-        for each in parts[1:]:
-            total = _add(total, each)
-        return total
-
-    def _other_weights(self, whole: _Gradient, parts: Sequence[_Gradient]) -> Literal["weights", "sum"] | None:
-        """Return whether the whole is a weighted mean or the sum of the parts; None if it is neither."""
-        if any(not _is_finite(each.vectors) or not (each.count or _norm(each.vectors)) for each in parts):
-            return "weights"  # a part without any items: 0 / 0
-        parts = [each for each in parts if each.count]
-        if any(_reaches_more(each, whole) for each in parts):
-            return None
-        # All parameters have equal weight, but for coarse gradients: those of a few casts must not excuse the others.
-        norms = np.array([0.0 if each is None else float(np.linalg.norm(each)) for each in whole.mean()])
-        rounding = _TIMES_ROUNDING * self._rounding
-        scales = np.where(norms > rounding, 1 / np.maximum(np.where(norms > 0, norms, 1.0), rounding / _FIT), 0.0)
-        wanted = _flat(whole.mean(), whole.mean(), scales)
-        columns = np.stack([_flat(each.mean(), whole.mean(), scales) for each in parts], axis=1)
-        columns = columns[:, np.linalg.norm(columns, axis=0) > 0]  # without parts whose rows are all masked
-        if not columns.size:
-            return None
-        shares, *_ = np.linalg.lstsq(columns, wanted, rcond=None)
-        is_mean = abs(shares.sum() - 1) < _FIT and (shares > -_FIT).all()
-        is_sum = np.ptp(shares) < _FIT  # the same factor for all: a sum, divided by something independent of the part
-        if not (is_mean or is_sum) or np.linalg.norm(columns @ shares - wanted) > self._fit_limit(scales):
-            return None
-        if (np.linalg.norm(columns, axis=0)[abs(shares) < _LEFT_OUT] > _FIT).any():
-            return None  # one part alone decides: a maximum, or the larger of two means
-        return "weights" if is_mean or abs(shares.mean() - 1) > _FIT else "sum"
-
-    def _is_one_sided(self, parts: Sequence[_Gradient]) -> bool:
-        """Whether one part alone has a gradient: the whole is its sum as well as its mean."""
-        return sum(_norm(each.vectors) > 0 for each in parts) == 1
-
-    def _fit_limit(self, scales: Vector) -> float:
-        """Return the fit residual that rounding explains, for gradients scaled per parameter."""
-        return max(_FIT, _TIMES_ROUNDING * float(np.linalg.norm(self._rounding * scales)))
+        return (yield from self._weigh(whole, summed(parts)))[1]
 
     def _not_checked(self, reason: str = "") -> SplitVerdict:
         is_out_of_memory = not reason and self._attempt.is_out_of_memory
@@ -1075,49 +829,6 @@ class Examination:
 
     def _uninformative(self, reason: str) -> SplitVerdict:
         return SplitVerdict(None, modules=self._suspects, reason=reason, is_uninformative=True)
-
-    # ------------------------------------------------------------------ changes to the model, undone after each run
-
-    def _silence(self) -> None:
-        for module in self._model.modules():
-            if isinstance(module, Dropout):
-                module.training = False
-            elif isinstance(module, (nn.MultiheadAttention, nn.RNNBase)):
-                module.dropout = 0.0
-
-    def _freezing(self, norms: Sequence[Any], prepare: Callable[[], None]) -> Callable[[], None]:
-        """Make batch normalizations independent of the batch, too; add running statistics where missing."""
-
-        def freeze() -> None:
-            prepare()
-            for norm in norms:
-                norm.training = False
-                if norm.running_mean is None:
-                    dtype = None if norm.weight is None else norm.weight.dtype
-                    norm.running_mean = torch.zeros(norm.num_features, device=device_of(norm), dtype=dtype)
-                    norm.running_var = torch.ones(norm.num_features, device=device_of(norm), dtype=dtype)
-
-        return freeze
-
-
-def take_workspace() -> None:
-    """Make NumPy allocate its linear-algebra workspace now: OpenBLAS kills the process if it cannot do so later."""
-    np.linalg.lstsq(np.eye(2), np.ones(2), rcond=None)
-
-
-def scan_modules(model: nn.Module) -> tuple[str, ...]:
-    """Return the names of modules in training mode that normalize over the batch's rows, without running any."""
-    return tuple(name for name, module in model.named_modules() if _normalizes_over_rows(module))
-
-
-def _normalizes_over_rows(module: nn.Module) -> bool:
-    return isinstance(module, BatchNorm) and (module.training or module.running_mean is None)
-
-
-def _is_norm(module: nn.Module) -> bool:
-    """Whether a module looks like a normalization: by its class's name, or by running statistics."""
-    names = [type(module).__name__.lower(), *(name for name, _ in module.named_buffers(recurse=False))]
-    return any("norm" in name or "running" in name for name in names)
 
 
 @guided(words={"num_parts": "accumulation_steps num_microbatches"})
@@ -1251,58 +962,8 @@ def _after_hooks(
         parameter.grad = before
 
 
-def _add(one: _Gradient, other: _Gradient) -> _Gradient:
-    with np.errstate(invalid="ignore"):  # of gradients that are not finite, which their sum shows
-        pairs = zip(one.vectors, other.vectors, strict=True)
-        vectors = [a if b is None else b if a is None else a + b for a, b in pairs]
-    adds_up = one.adds_up and other.adds_up
-    return _Gradient(vectors, one.count if adds_up else one.count + other.count, one.loss + other.loss, adds_up)
-
-
-def _errors(whole: _Gradient, other: _Gradient) -> tuple[Vector, Vector]:
-    """Return the norms of the differences and of the whole, for each parameter."""
-    if not other.count:
-        return np.full(len(whole.vectors), np.inf), np.ones(len(whole.vectors))
-    pairs = list(zip(whole.mean(), other.mean(), strict=True))
-    differences = [0.0 if a is b else float(np.linalg.norm(_minus(a, b))) for a, b in pairs]
-    norms = [0.0 if a is None else float(np.linalg.norm(a)) for a, _ in pairs]
-    return np.array(differences), np.array(norms)
-
-
 def _power_of_two(weight: float) -> float:
     return 2.0 ** math.ceil(math.log2(weight)) if 0 < weight < math.inf else 1.0
-
-
-def _mean_loss(gradient: _Gradient) -> float:
-    return gradient.loss / gradient.count if gradient.count else math.nan
-
-
-def _minus(one: Vector | None, other: Vector | None) -> Vector:
-    if one is None or other is None:
-        there = one if other is None else other
-        return there if there is not None else np.zeros(0)
-    return one - other
-
-
-def _reaches_more(part: _Gradient, whole: _Gradient) -> bool:
-    """Return whether a part has a gradient for a parameter that the whole does not reach."""
-    pairs = zip(part.vectors, whole.vectors, strict=True)
-    return any(each is not None and other is None and each.any() for each, other in pairs)
-
-
-def _flat(vectors: Sequence[Vector | None], like: Sequence[Vector | None], scales: Vector) -> Vector:
-    """Concatenate the vectors of what ``like`` has vectors of, scaled; None becomes zeros."""
-    pairs = [(each, other, s) for each, other, s in zip(vectors, like, scales, strict=True) if other is not None]
-    filled = [np.zeros(0), *(np.zeros(len(other)) if each is None else each * s for each, other, s in pairs)]
-    return np.concatenate(filled)
-
-
-def _norm(vectors: Sequence[Vector | None]) -> float:
-    return math.sqrt(sum(float(each @ each) for each in vectors if each is not None))
-
-
-def _is_finite(vectors: Sequence[Vector | None]) -> bool:
-    return all(np.isfinite(each).all() for each in vectors if each is not None)
 
 
 def _is_about(now: Tensor | None, then: Tensor) -> bool:

@@ -32,6 +32,7 @@ from memkit._torch.graph import inputs_of
 from memkit._torch.modules import COMPILED, is_compiled_wrapper
 from memkit._torch.ranks import after_forward, before_forward
 from memkit.train.bystanders import Bystanders
+from memkit.train.check_attempt import CheckAttempt
 from memkit.train.checks import check_loss, check_spent_graph, read_count
 from memkit.train.divisors import divisors
 from memkit.train.drive import BatchDriver
@@ -46,7 +47,7 @@ from memkit.train.models import device_of, may_recover_alone
 from memkit.train.owners import refuse_trainer
 from memkit.train.remedies import Remedies, RemedyName
 from memkit.train.split import SplitFn, list_tensors
-from memkit.train.split_check import CheckAttempt, Computation
+from memkit.train.split_check import Computation
 from memkit.train.split_watch import Probe, SplitWatch
 
 _CALL = "SplitLoss"

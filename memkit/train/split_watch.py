@@ -20,9 +20,10 @@ from memkit._torch.dispatch import fake_mode
 from memkit._torch.fake import FakeTensor
 from memkit._torch.modules import training_flags
 from memkit.train.checkpointing import may_recompute
+from memkit.train.part_gradients import take_workspace
 from memkit.train.samples import mark_samples
 from memkit.train.split import structure_of
-from memkit.train.split_check import SplitVerdict, take_workspace
+from memkit.train.split_verdict import SplitVerdict
 
 Probe = bool | Literal["require"]
 _NUM_WITH_BRANCHES = 8

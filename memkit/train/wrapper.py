@@ -36,6 +36,7 @@ from memkit._torch.compiler import count_graphs
 from memkit._torch.modules import all_parameters
 from memkit._torch.optimizers import step_hooks_of
 from memkit.train.blocks import Choice
+from memkit.train.check_attempt import CheckAttempt
 from memkit.train.checkpointing import Checkpointing
 from memkit.train.checks import (
     WRAPPER,
@@ -62,7 +63,7 @@ from memkit.train.saved_tensors import treat_saved_tensors
 from memkit.train.settings import check_config, check_on_gradients, check_settings, list_schedules
 from memkit.train.sharded import choose_peers
 from memkit.train.split import SplitFn
-from memkit.train.split_check import CheckAttempt, Computation
+from memkit.train.split_check import Computation
 from memkit.train.split_watch import Probe, SplitWatch
 from memkit.train.words import RESULT_ABSENT, WRAPPER_ABSENT, WRAPPER_REWRITE, WRAPPER_WORDS
 

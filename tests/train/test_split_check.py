@@ -1560,7 +1560,7 @@ def test_an_interrupt_while_the_batch_is_noted_leaves_no_mode_behind(monkeypatch
         model, torch.optim.SGD(model.parameters(), lr=0.1), accumulation_steps=2
     )
     with monkeypatch.context() as patched:
-        patched.setattr("memkit.train.split_check.Attributes", interrupt)
+        patched.setattr("memkit.train.check_attempt.Attributes", interrupt)
         with mk.Tracker(device="cpu"):
             with pytest.raises(KeyboardInterrupt) as caught:  # which holds the step's frames
                 trainer.train_step(x, mean_square)

@@ -33,8 +33,8 @@ from memkit.recipes.advice.submodules import (
 from memkit.train.backward_steps import step_in_backward
 from memkit.train.blocks import Choice
 from memkit.train.checkpointing import auto_blocks
+from memkit.train.row_mixers import scan_modules
 from memkit.train.split import count_rows
-from memkit.train.split_check import scan_modules
 from memkit.train.treatments import Treatment
 
 _SHARES = (0.5, 1.0)  # of the bytes that the blocks hold at the peak: with the fewest blocks, and with all

@@ -16,7 +16,7 @@ from memkit._core.errors import InputError, InputTypeError
 from memkit.chunk.halo import find_reach
 from memkit.chunk.tiles import ExactAxis, Reach
 from memkit.recipes.advice.step import AdvisedStep, Call, Observation
-from memkit.train.split_check import scan_modules
+from memkit.train.row_mixers import scan_modules
 
 _LEAST_ROWS = 256  # with fewer rows, micro-batches are better
 _NUM_CHUNKS = 16
