@@ -15,7 +15,7 @@ from memkit.chunk.sparse import SparsityAwareProcessor
 from tests.allocations import count_flops, trace_allocations
 from tests.chunk.nets import Padding, UNet
 from tests.chunk.scenes import brain_mask, cortex
-from tests.helpers import assert_refused, assert_same, one_in_product
+from tests.helpers import assert_refused, assert_same, one_in, one_in_product
 from tests.toys import out_of_memory
 
 conv = nn.Conv3d
@@ -95,7 +95,7 @@ def test_filling_empty_space_with_zeros_is_wrong():
 @pytest.mark.parametrize(
     ("name", "mode"),
     [
-        *one_in_product(2, [each for each in NETS if each not in SLOW], ["blocks", "bbox"]),
+        *one_in_product(3, [each for each in NETS if each not in SLOW], ["blocks", "bbox"]),
         *[pytest.param(*each, marks=pytest.mark.slow) for each in itertools.product(sorted(SLOW), ["blocks", "bbox"])],
     ],
 )
@@ -111,7 +111,7 @@ def test_a_box_without_margin_is_wrong():
     assert (naive - net(volume)[:, :, 8:20, 9:17, 7:17]).detach().abs().max() > 1e-2
 
 
-@pytest.mark.parametrize(("mode", "size"), one_in_product(5, ["blocks", "bbox"], [26, 28, 30]))
+@pytest.mark.parametrize(("mode", "size"), one_in_product(6, ["blocks", "bbox"], [26, 28, 30]))
 def test_padding_to_a_multiple(mode, size):
     """Parts have the remainders of the volume by the multiple to which the module pads."""
     torch.manual_seed(0)
@@ -141,7 +141,7 @@ def test_any_position_of_voxels(sizes, block_size, places, name, mode):
     assert max(found) <= 1e-12
 
 
-@pytest.mark.parametrize("mode", ["pointwise", "blocks", "bbox", "dense", "auto"])
+@pytest.mark.parametrize("mode", one_in(2, ["pointwise", "bbox", "blocks", "dense", "auto"]))
 def test_sparse_voxels_give_sparse_voxels(mode):
     net = pointwise_net().double() if mode == "pointwise" else NETS["stack"]
     volume = brain()

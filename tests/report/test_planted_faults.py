@@ -82,7 +82,7 @@ def first_lines(log, folder, capsys):
 
 @pytest.mark.parametrize(
     "name",
-    one_in(2, FAULTS, slow={"workers", "host_memory"}),
+    one_in(3, FAULTS, slow={"workers", "host_memory"}),
 )
 def test_the_first_line_names_the_fault(name, tmp_path, capsys):
     how, words, suspect = FAULTS[name]
@@ -102,14 +102,14 @@ def test_variants(name, tmp_path):
     assert re.search(words, report.headline), report.headline
 
 
-@pytest.mark.parametrize("num_steps", [5, 12, 200])
+@pytest.mark.parametrize("num_steps", one_in(2, [5, 12, 200]))
 def test_a_leak_is_found_in_short_and_long_logs(num_steps, tmp_path):
     log = log_of("leak_per_step", "cuda untracked", tmp_path / "log.jsonl", num_steps=num_steps, rows=64)
     assert f"Memory grows 64.00 KiB per step over {num_steps} steps" in make_report(log).headline
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", one_in(2, CLEAN))
+@pytest.mark.parametrize("name", one_in(3, CLEAN))
 def test_no_false_alarm(name, device, tmp_path):
     report = make_report(log_of(name, device, tmp_path / "log.jsonl"))
     assert report.severity == "good", report.headline

@@ -17,7 +17,7 @@ OTHER_ORDER = {"wav2vec2"}
 DRAWS = {"wav2vec2": "numpy.random.rand"}  # how many spans to mask
 
 
-@pytest.mark.parametrize("name", one_in(4, STEPS))
+@pytest.mark.parametrize("name", one_in(8, STEPS))
 def test_equals_the_real_step(name):
     assert_equals_the_real_step(STEPS[name], is_other_order=name in OTHER_ORDER, draws=DRAWS.get(name, ""))
 
