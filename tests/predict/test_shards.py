@@ -41,6 +41,8 @@ ORDER = 4
 # In the real step nobody says what DDP's buckets are; here they are gradients.
 MAY_HOLD_BUCKETS = ("gradient", "activation", "input")
 
+# A parameter gets no gradient: DDP says so at the next forward, which an estimate does not run.
+REFUSED_IN_A_SECOND_STEP = {"laplacian, ddp"}
 
 # Torch warns of units that return views, as the real step does.
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
@@ -105,7 +107,9 @@ def test_equals_many_real_steps(tmp_path):
     ranks = run_for_real(tmp_path, MORE)
     num_answers = 0
     for name, case in MORE.items():
-        if isinstance(ranks[0][name], str):
+        if name in REFUSED_IN_A_SECOND_STEP:
+            assert ranks[0][name] == "RuntimeError"
+        elif isinstance(ranks[0][name], str):
             assert outcome(figures_without_data, name) == ranks[0][name]
         else:
             (assert_replicated_equal if case.shard.kind == "ddp" else assert_sharded_equal)(name, ranks)
