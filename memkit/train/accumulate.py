@@ -53,7 +53,7 @@ class GradientAccumulator(Uncopied, Closing, Composed):
             continue the step (``docs/out-of-memory.md``).
         check_weights: Warn once if the micro-batches' losses were visibly divided by something other than their counts
             (a short last micro-batch, padding), if they are sums that came with a count as means, or if a batch
-            normalization sees each micro-batch by itself.
+            normalization sees each micro-batch by itself. With ``objective="sum"`` only means with a count are checked.
 
     Raises:
         ConfigError: A setting is invalid: ``accumulation_steps`` below 1, an optimizer that needs a closure, a scaler
@@ -94,7 +94,7 @@ class GradientAccumulator(Uncopied, Closing, Composed):
         self._accumulation_steps = _check_steps(accumulation_steps, optimizer)
         _check_model(model)
         self._objective = objective
-        self._weights = WeightCheck(self._accumulation_steps) if check_weights and objective == "mean" else None
+        self._weights = WeightCheck(self._accumulation_steps, objective) if check_weights else None
         self._sum = GradientSum(
             optimizer,
             max_grad_norm=max_grad_norm,
@@ -124,6 +124,8 @@ class GradientAccumulator(Uncopied, Closing, Composed):
                 fix="change it right after step() returned True, or call flush() first.",
             )
         self._accumulation_steps = num_steps
+        if self._weights is not None:
+            self._weights.accumulation_steps = num_steps
 
     @property
     def num_microbatches(self) -> int:

@@ -7,14 +7,14 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from operator import attrgetter, itemgetter
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from memkit._core.errors import warn_user
 from memkit._torch.dispatch import without_modes
-from memkit._torch.graph import inputs_of, saved, saved_or_none
+from memkit._torch.graph import inputs_of, saved, saved_as_stored, saved_or_none
 from memkit.train.gradients import graph_nodes
 
 _TOLERANCE = 1e-4
@@ -48,24 +48,26 @@ class Term(NamedTuple):
     Attributes:
         operators: From the loss down to its reduction.
         factors: The divisors on the way.
-        num_summed: How many numbers the reduction adds up unweighted; 0 if it is not a sum, or weights them.
+        nums_summed: How many numbers the reduction adds up unweighted: all of them, then those that are not masked or
+            ignored; empty if it is not a sum, or weights them.
         difference: That of the rows' constant weights, as a share of the largest; None if there are none.
     """
 
     operators: tuple[str, ...]
     factors: tuple[Factor, ...]
-    num_summed: int = 0
+    nums_summed: tuple[Factor, ...] = ()
     difference: Factor | None = None
 
 
 Note = tuple[Factor, tuple[Term, ...]]  # a micro-batch's weight, and the result of `divisors` on its loss
 
 
-def divisors(loss: Tensor) -> tuple[Term, ...]:
+def divisors(loss: Tensor, *, counts_sums: bool = False) -> tuple[Term, ...]:
     """Read the divisor of each term of a loss from its graph, without waiting for a device.
 
     Args:
         loss: 0-dim, with its graph.
+        counts_sums: Whether to read the terms' `nums_summed` too.
 
     Returns:
         For each term the factors of its divisor, numbers or 0-dim tensors; the terms come in the order of the graph.
@@ -73,7 +75,9 @@ def divisors(loss: Tensor) -> tuple[Term, ...]:
     """
     # An active mode (a FLOP counter) would see numbers that torch saved as tensors, and not recognize them.
     with without_modes():
-        terms = list(_walk(loss.grad_fn)) if type(loss) is Tensor else []  # a simulation has no values
+        terms = (
+            list(_walk(loss.grad_fn, counts_sums=counts_sums)) if type(loss) is Tensor else []
+        )  # a simulation has no values
     return tuple(terms) if len(terms) <= _MAX_TERMS else ()
 
 
@@ -91,7 +95,7 @@ def _is_per_sample(node: Any) -> bool:
     return len(saved(node, "input")) == 1 and any("View" in name or "Repeat" in name for name in before)
 
 
-def _walk(node: Any) -> Iterator[Term]:
+def _walk(node: Any, *, counts_sums: bool) -> Iterator[Term]:
     # Plain tuples on the way: a micro-batch's loss is read in each step.
     todo: list[tuple[Any, Any, tuple[str, ...], tuple[Factor, ...]]] = [(None, node, (), ())]
     for _ in range(_MAX_NODES):
@@ -105,35 +109,61 @@ def _walk(node: Any) -> Iterator[Term]:
         operators, factors = (*operators, name), factors if factor is None else (*factors, factor)
         if not is_end:
             todo += [(node, each, operators, factors) for each, _ in node.next_functions]
-        elif name.startswith(_COMBINING) and (divisor := _divisor_of_columns(node)) is not None:
+            continue
+        nums_summed = _nums_summed(above, node) if counts_sums else ()
+        if name.startswith(_COMBINING) and (divisor := _divisor_of_columns(node)) is not None:
             yield Term((*operators, "columns"), (divisor,))
         elif name.startswith(_MAY_WEIGH) and (weights := _weights_of_rows(node)) is not None:
             if weights.dim() == 1:
                 operators, factors = (*operators, _WEIGHTS), (*factors, _spread(weights))
-            yield Term(operators, factors, _num_summed(above, node), _difference(weights))
+            yield Term(operators, factors, nums_summed, _difference(weights))
         else:
-            yield Term(operators, factors, _num_summed(above, node))
+            yield Term(operators, factors, nums_summed)
 
 
-def _num_summed(above: Any, node: Any) -> int:
-    """Return how many numbers a reduction adds up unweighted; 0 if it is not a sum, or weights them.
+def _nums_summed(above: Any, node: Any) -> tuple[Factor, ...]:
+    """Return how many numbers a reduction adds up, as in `Term`.
 
     Args:
         above: The reduction, unless it is a loss of torch's own.
         node: What it reduces, or that loss.
     """
     name = node.name().rstrip("0123456789")
-    if (name.endswith("LossBackward") or name.startswith("BinaryCrossEntropy")) and _is_sum_of_loss(node):
-        return int(saved(node, "self").numel())
+    if (name.endswith("LossBackward") or name.startswith(("BinaryCrossEntropy", "NllLoss"))) and _is_sum_of_loss(node):
+        return saved(node, "self").numel(), *(_nums_counted(node) if name.startswith("NllLoss") else ())
     if above is None or not above.name().startswith("Sum"):
-        return 0
-    number = math.prod(saved(above, "self_sym_sizes"))
+        return ()
+    number, counted = math.prod(saved(above, "self_sym_sizes")), tuple[Factor, ...]()
+    node = _below_kept(node)
+    mask = None if node is None else _mask_of(node)
+    if mask is not None:
+        node = _below_kept(next((each for each, _ in node.next_functions if each is not None), None))
+        counted = (int(mask.sum()) * number // max(1, mask.numel()),)
+    elif node is not None and node.name().startswith("NllLoss"):
+        counted = _nums_counted(node)
+    is_weighted = node is None or node.name().startswith(("Div", "Mean") if counted else (*_WEIGHING, "Mean"))
+    return () if is_weighted else (number, *counted)
+
+
+def _below_kept(node: Any) -> Any:
+    """Return the first node that may weight the rows, or is not looked through, at or below a node; None without."""
     while node is not None and node.name().startswith(_KEEPING):
+        if node.name().startswith("Mean") and not _keeps_rows(node):
+            return node
         node = node.next_functions[0][0]
-    if node is None or not node.name().startswith(_WEIGHING):
-        return 0 if node is None else number
-    mask = _mask_of(node)
-    return 0 if mask is None else int(mask.sum()) * number // max(1, mask.numel())
+    return node
+
+
+def _nums_counted(node: Any) -> tuple[Factor, ...]:
+    """Return how many targets a cross-entropy does not ignore, and their class weights if it is their sum.
+
+    Class weights are added up in the dtype of the loss, which may be a coarse one.
+    """
+    found = [saved(node, "total_weight")] if _is_sum_of_loss(node) else []
+    target, ignored = next(iter(saved_as_stored(node, "_raw_saved_target")), None), saved(node, "ignore_index")
+    if type(target) is Tensor:  # no hook has packed it
+        found.append((target != (ignored if ignored < 2**63 else ignored - 2**64)).sum())  # stored unsigned
+    return tuple(map(_on_host, found))
 
 
 def _is_sum_of_loss(node: Any) -> bool:
@@ -141,7 +171,7 @@ def _is_sum_of_loss(node: Any) -> bool:
 
 
 def _mask_of(node: Any) -> Tensor | None:
-    """Return the mask of zeros and ones in a product, or None if there is none on the host."""
+    """Return the mask of zeros and ones if a node is a product with one on the host, otherwise None."""
     constant = [each for each in (saved_or_none(node, "self"), saved_or_none(node, "other")) if type(each) is Tensor]
     mask = constant[0] if len(constant) == 1 and node.name().startswith("Mul") else None
     if mask is None or mask.requires_grad or not mask.is_cpu or mask.is_complex():
@@ -343,15 +373,20 @@ def _stacked(table: Sequence[Sequence[Factor]], device: torch.device | None = No
 
 
 class WeightCheck:
-    """Warns of accumulator groups whose gradient is not the mean over their items, as far as the graphs show.
+    """Warns of accumulator groups whose gradient is not that of their objective, as far as the graphs show.
 
     Args:
         accumulation_steps: Micro-batches of a group.
+        objective: As in the accumulator. For ``"sum"`` only means over more or less than 1 are read, which are
+            multiplied by it; other losses are added up as they are.
+
+    Attributes:
+        accumulation_steps: See above.
     """
 
-    def __init__(self, accumulation_steps: int) -> None:
-        self._accumulation_steps = accumulation_steps
-        self._divisors = DivisorWatch()
+    def __init__(self, accumulation_steps: int, objective: Literal["mean", "sum"]) -> None:
+        self.accumulation_steps, self._objective = accumulation_steps, objective
+        self._divisors, self._sums = DivisorWatch(), _Values()
         self._group: list[Note] = []
         self._has_warned_of_weights = self._has_checked_norms = False
 
@@ -363,6 +398,8 @@ class WeightCheck:
             weight: Its weight.
             is_sum: Whether the user declared it as the sum over its weight.
         """
+        if self._objective == "sum" and (is_sum or weight == 1):
+            return None
         if self._group and not self._has_checked_norms:
             self._has_checked_norms = True
             if normalizes_over_batch(loss):
@@ -374,11 +411,11 @@ class WeightCheck:
         if self._has_warned_of_weights:
             return None
         # Without a split check, it is unknown whether counts follow normalized weights.
-        terms = divisors(loss)
+        terms = divisors(loss, counts_sums=True)
         is_weighted = [each.operators[-1] == _WEIGHTS for each in terms]
         bare = [each._replace(operators=each.operators[:-1], factors=each.factors[:-1]) for each in terms]
         terms = tuple(bare[k] if is_weighted[k] else each for k, each in enumerate(terms))
-        return weight, tuple(each._replace(num_summed=0) for each in terms) if is_sum else terms
+        return weight, tuple(each._replace(nums_summed=()) for each in terms) if is_sum else terms
 
     def add(self, note: Note) -> None:
         """Add a micro-batch whose backward is done."""
@@ -390,41 +427,50 @@ class WeightCheck:
 
     def end_group(self) -> None:
         """Warn, once, if the group's losses are sums, or were divided by something not proportional to the weights."""
-        if self._has_warned_of_weights:
-            return
-        if _are_divided(self._group, self._accumulation_steps):
+        found = "" if self._has_warned_of_weights else self._found()
+        if found:
             self._has_warned_of_weights = True
-            number = self._accumulation_steps
-            warn_user(
-                f"GradientAccumulator: each loss of a group was divided by {number}, its number of micro-batches. The "
-                f"accumulator does that by itself, so gradients are {number} times smaller than the whole batch's. Way "
-                f"out: remove `/ {number}` from the loss. If it is the loss's own divisor, pass check_weights=False."
+            warn_user(f"GradientAccumulator: {found}")
+
+    def _found(self) -> str:
+        """Return what is wrong with the group, and the way out; empty if nothing is."""
+        is_mean, number = self._objective == "mean", self.accumulation_steps
+        if is_mean and _are_divided(self._group, number):
+            return (
+                f"each loss of a group was divided by {number}, its number of micro-batches. The accumulator does that "
+                f"by itself, so gradients are {number} times smaller than the whole batch's. Way out: remove "
+                f"`/ {number}` from the loss. If it is the loss's own divisor, pass check_weights=False."
             )
-        elif _are_sums(self._group):
-            self._has_warned_of_weights = True
-            warn_user(
-                f"GradientAccumulator: the group's gradient is neither the mean's nor the sum's. {SUM_IS_AVERAGED}: "
-                "for the mean over all rows call accumulator.backward(loss, count=n, reduction='sum'); for the "
-                "gradient of the sum build GradientAccumulator(optimizer, objective='sum')."
+        to_sum = "call accumulator.backward(loss, reduction='sum')"
+        if is_mean:
+            to_sum = f"build GradientAccumulator(optimizer, accumulation_steps={number}, objective='sum') and {to_sum}"
+        if _are_sums(self._group, self._sums, is_mean=is_mean):
+            if not is_mean:
+                return (
+                    "the group's gradient is not the sum's. The loss is a sum over rows, and is multiplied by the "
+                    f"count that comes with it, as a mean is: {to_sum}."
+                )
+            return (
+                f"the group's gradient is neither the mean's nor the sum's. {SUM_IS_AVERAGED}: for the mean over all "
+                "rows call accumulator.backward(loss, count=n, reduction='sum'); for the gradient of the sum "
+                f"{to_sum}."
             )
-        elif len(self._group) > 1 and _lacks_terms(self._group):
-            self._has_warned_of_weights = True
-            warn_user(
-                "GradientAccumulator: some losses of a group are the mean of fewer things than others, as where a mean "
-                "over selected rows is left out because there are none: then the group's gradient is not the whole "
-                "batch's. Way out: divide each sum by its number in the whole group, also where it is 0, and build "
-                "GradientAccumulator(optimizer, objective='sum'). If each micro-batch is a task of its own, pass "
-                "check_weights=False."
+        if len(self._group) > 1 and _lacks_terms(self._group):
+            return (
+                "some losses of a group are the mean of fewer things than others, as where a mean over selected rows "
+                "is left out because there are none: then the group's gradient is not the whole batch's. Way out: "
+                f"divide each sum by its number in the whole group, also where it is 0, and {to_sum}. If each "
+                "micro-batch is a task of its own, pass check_weights=False."
             )
-        elif self._divisors.is_uneven(self._group):
-            self._has_warned_of_weights = True
-            warn_user(
-                "GradientAccumulator: the losses of a group were means over different numbers of items (rows, valid "
-                "tokens, class weights), and the counts are not these numbers, so the group's gradient is not the mean "
-                "over its items. Call accumulator.backward(loss, count=n), where n is the divisor of the loss. If it "
-                "is a sum of means over different things, divide each of their sums by its number in the whole group, "
-                "and build GradientAccumulator(optimizer, objective='sum')."
+        if self._divisors.is_uneven(self._group):
+            return (
+                "the losses of a group were means over different numbers of items (rows, valid tokens, class weights), "
+                f"and the counts are not these numbers, so the group's gradient is not the {self._objective} over its "
+                "items. Call accumulator.backward(loss, count=n), where n is the divisor of the loss. If it is a sum "
+                f"of means over different things, divide each of their sums by its number in the whole group, and "
+                f"{to_sum}."
             )
+        return ""
 
 
 def _are_divided(group: Sequence[Note], number: int) -> bool:
@@ -439,33 +485,55 @@ def _is_divided(term: Term, number: int) -> bool:
     return isinstance(factor, (int, float)) and math.isclose(factor, number, rel_tol=_TOLERANCE)
 
 
-def _are_sums(group: Sequence[Note]) -> bool:
+def _are_sums(group: Sequence[Note], values: _Values, *, is_mean: bool) -> bool:
     """Return whether the losses are sums over as many numbers as their weights, and not divided by them.
 
     A sum with a constant factor counts if the weights differ; if they are equal, the factor may be their divisor.
     Without counts, all weights are 1: then a sum counts if it is over different numbers with the same factor.
+
+    Args:
+        group: The micro-batches.
+        values: Takes the numbers on an accelerator, which are read one call later.
+        is_mean: Whether the group is averaged; otherwise one micro-batch tells.
     """
     group = [(weight, terms) for weight, terms in group if weight != 0]
     weights = [weight for weight, _ in group if not isinstance(weight, Tensor) and weight >= 1]
-    if len(weights) < max(2, len(group)):
+    if len(weights) < max(2 if is_mean else 1, len(group)):
         return False
+    sums = [column for column in _in_step(group) if _is_sum(column)]
     if max(weights) == 1:
-        return any(len({each.num_summed for each in column}) > 1 and _is_sum(column) for column in _in_step(group))
+        return any(len({each.nums_summed[0] for each in column}) > 1 for column in sums)
     is_ragged = len(set(weights)) > 1
-    if not is_ragged and any(each.factors or not each.num_summed for _, terms in group for each in terms):
+    if not is_ragged and any(each.factors or not each.nums_summed for _, terms in group for each in terms):
         return False
-    return any(_is_sum(column) and _are_proportional(column, weights) for column in _in_step(group))
+    return _are_over_weights(sums, weights, values)
+
+
+def _are_over_weights(sums: Sequence[Sequence[Term]], weights: Sequence[float], values: _Values) -> bool:
+    """Return whether a sum is over as many numbers as the weights, or a whole multiple of it, in each micro-batch."""
+    lines = [list(line) for column in sums for line in zip(*(each.nums_summed for each in column), strict=False)]
+    on_device = [line for line in lines if any(isinstance(each, Tensor) for each in line)]
+    on_host = [line for line in lines if not any(isinstance(each, Tensor) for each in line)]
+    if any(_is_multiple(line, weights) for line in on_host):
+        return True
+    with without_modes(), torch.no_grad():
+        found = values.exchange([[*weights], *on_device]) if on_device else None
+    return found is not None and any(_is_multiple(line, found[0]) for line in found[1:])
 
 
 def _is_sum(column: Sequence[Term]) -> bool:
     """Return whether a term is a sum with the same constant factor in each micro-batch."""
     is_constant = not any(isinstance(factor, Tensor) for each in column for factor in each.factors)
-    return is_constant and len({each.factors for each in column}) == 1 and all(each.num_summed for each in column)
+    return is_constant and len({each.factors for each in column}) == 1 and all(each.nums_summed for each in column)
 
 
-def _are_proportional(column: Sequence[Term], weights: Sequence[float]) -> bool:
-    numbers = {each.num_summed / weight for each, weight in zip(column, weights, strict=True)}
-    return len(numbers) == 1 and min(numbers) >= 1
+def _is_multiple(numbers: Sequence[Any], weights: Sequence[Any]) -> bool:
+    """Return whether numbers are the same whole multiple of their weights; 0 is none."""
+    multiple = round(numbers[0] / weights[0])
+    return multiple > 0 and all(
+        math.isclose(number, multiple * weight, rel_tol=_TOLERANCE)
+        for number, weight in zip(numbers, weights, strict=True)
+    )
 
 
 def _divisor(term: Term, number: int) -> Factor:

@@ -2,6 +2,7 @@
 
 import warnings
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -258,6 +259,7 @@ MEANS = {
     "divided": lambda each: each.pow(2).sum() / len(each),
     "divided before": lambda each: (each.pow(2) / len(each)).sum(),
     "over rows": lambda each: each.pow(2).mean(0).sum(),
+    "over rows, negative": lambda each: (-each.repeat(1, 6).mean(0)).sum(),
     "normalized weights": lambda each: (each.pow(2).mean(1) * torch.rand(len(each)).softmax(0)).sum(),
     "a penalty": lambda each: each.pow(2).mean() + torch.ones(24, requires_grad=True).sum(),
 }
@@ -308,6 +310,186 @@ def test_a_sum_over_valid_tokens_with_their_number(dtype, divisor):
         accumulator.backward(loss, count=part.sum())
     with pytest.warns(MemkitWarning, match="The loss is a sum over rows"):
         accumulator.step()
+
+
+def per_token(logits, labels, **settings):
+    return F.cross_entropy(logits, labels, reduction="none", **settings)
+
+
+PADDED = torch.tensor([0, 1, 2, 0, -100, 1, -100, 2])
+PADDED_SUMS = {
+    "cross_entropy": lambda p, y: F.cross_entropy(p, y, reduction="sum"),
+    "padding of another number": lambda p, y: F.cross_entropy(
+        F.pad(p, (1, 0)), (y + 1).clamp(min=0), ignore_index=0, reduction="sum"
+    ),
+    "label smoothing": lambda p, y: F.cross_entropy(p, y, reduction="sum", label_smoothing=0.1),
+    "not reduced": lambda p, y: per_token(p, y).sum(),
+    "averaged over steps": lambda p, y: F.cross_entropy(p, y, reduction="sum") / 7,
+    "a plane": lambda p, y: F.cross_entropy(p.T[None], y[None], reduction="sum"),
+    "a plane, not reduced": lambda p, y: per_token(p.T[None], y[None]).sum(),
+    "masked": lambda p, y: (per_token(p, y.clamp(min=0)) * (y >= 0)).sum(),
+    "selected": lambda p, y: per_token(p, y.clamp(min=0)).masked_select(y >= 0).sum(),
+}
+CLASS_WEIGHTS = torch.tensor([1.5, 2.0, 1.3], dtype=torch.float64)
+WEIGHTED_SUM = partial(F.cross_entropy, weight=CLASS_WEIGHTS, reduction="sum")
+PADDED_MEANS = {
+    "mean": lambda p, y, n: F.cross_entropy(p, y),
+    "by hand": lambda p, y, n: F.cross_entropy(p, y, reduction="sum") / n,
+    "not reduced": lambda p, y, n: per_token(p, y).sum() / n,
+    "divided before": lambda p, y, n: (per_token(p, y) / n).sum(),
+    "masked": lambda p, y, n: (per_token(p, y) * (y >= 0)).sum() / (y >= 0).sum(),
+    "divided, then masked": lambda p, y, n: (per_token(p, y) / n * (y >= 0)).sum(),
+    "normalized mask": lambda p, y, n: (per_token(p, y) * ((y >= 0).double() / n)).sum(),
+}
+
+
+def valid(y):
+    return int((y >= 0).sum())
+
+
+def class_weights(y):
+    return float(CLASS_WEIGHTS[y[y >= 0]].sum())
+
+
+def padded_group(loss_fn, cuts, count_of, *, reduction, **settings):
+    """Return the gradient of a group, and what it was warned of."""
+    torch.manual_seed(0)
+    model, x = nn.Linear(4, 3).double(), torch.randn(8, 4, dtype=torch.float64)
+    optimizer, seen = torch.optim.SGD(model.parameters(), lr=0.0), []
+    optimizer.register_step_pre_hook(lambda *_: seen.append(model.weight.grad.clone()))
+    accumulator = GradientAccumulator(optimizer, len(cuts), **settings)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for part, labels in zip(x.split(cuts), PADDED.split(cuts), strict=True):
+            p = model(part)
+            count = None if count_of is None else count_of(labels)
+            accumulator.backward(loss_fn(p, labels), count=count, reduction=reduction)
+            accumulator.step()
+    whole = torch.autograd.grad(loss_fn(model(x), PADDED), model.weight)[0]
+    return seen[0], whole, [str(each.message) for each in caught]
+
+
+@pytest.mark.parametrize("objective", ["mean", "sum"])
+@pytest.mark.parametrize("cuts", [(2, 6), (1, 3, 4), (3, 5)])
+@pytest.mark.parametrize("name", [*PADDED_SUMS, "class weights"])
+def test_a_sum_over_what_is_not_padding_with_its_number_as_count(name, cuts, objective):
+    """Rows are no multiple of the valid tokens; the way out that the warning names has the gradient, and is silent."""
+    loss_fn, count_of = PADDED_SUMS.get(name, WEIGHTED_SUM), class_weights if name == "class weights" else valid
+    _, whole, told = padded_group(loss_fn, cuts, count_of, reduction="mean", objective=objective)
+    if name in {"averaged over steps", "label smoothing"} and cuts == (3, 5):
+        assert not told  # 3 and 3 valid tokens: a constant factor may be their divisor
+        return
+    assert len(told) == 1
+    assert "The loss is a sum over rows" in told[0]
+    assert told[0].endswith("call accumulator.backward(loss, reduction='sum').")
+    if objective == "mean":
+        assert f"build GradientAccumulator(optimizer, accumulation_steps={len(cuts)}, objective='sum') and" in told[0]
+        got, _, told = padded_group(loss_fn, cuts, count_of, reduction="sum")
+        assert not told
+        torch.testing.assert_close(got, whole / count_of(PADDED), rtol=1e-12, atol=1e-14)
+    got, _, told = padded_group(loss_fn, cuts, None, reduction="sum", objective="sum")
+    assert not told
+    torch.testing.assert_close(got, whole, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("objective", ["mean", "sum"])
+@pytest.mark.parametrize("cuts", [(2, 6), (1, 3, 4), (3, 5)])
+@pytest.mark.parametrize("name", PADDED_MEANS)
+def test_a_mean_over_what_is_not_padding_is_silent(name, cuts, objective):
+    loss_fn = PADDED_MEANS[name]
+    got, whole, told = padded_group(
+        lambda p, y: loss_fn(p, y, valid(y)), cuts, valid, reduction="mean", objective=objective
+    )
+    assert not told
+    torch.testing.assert_close(got, whole * (1 if objective == "mean" else 6), rtol=1e-12, atol=1e-14)
+
+
+def test_counts_on_a_card_are_read_a_group_later(monkeypatch):
+    """As if the number of valid tokens lay on a card: it is handed to the card's side, and what it returns is used."""
+    handed = []
+
+    def exchange(self, table):
+        handed.append([[float(each) for each in line] for line in table])
+        return handed[-2] if len(handed) > 1 else None
+
+    monkeypatch.setattr("memkit.train.divisors._on_host", lambda value: value)
+    monkeypatch.setattr("memkit.train.divisors._Values.exchange", exchange)
+    model = nn.Linear(4, 3)
+    accumulator = GradientAccumulator(torch.optim.SGD(model.parameters(), lr=0.1), 2)
+    for k in range(2):
+        with told("The loss is a sum over rows", warns=k == 1), warnings.catch_warnings():
+            if k == 0:
+                warnings.simplefilter("error")
+            for part in PADDED.split((3, 5)):
+                loss = F.cross_entropy(model(torch.randn(len(part), 4)), part, reduction="sum")
+                accumulator.backward(loss, count=valid(part))
+                accumulator.step()
+    assert handed == [[[3.0, 3.0]] * 3] * 2  # counts, class weights, targets that are not ignored
+
+
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+def test_valid_tokens_of_a_bfloat16_loss_are_counted_exactly(reduction):
+    """The class weights that torch adds up are rounded: 301 is 300."""
+    model = nn.Linear(4, 3, dtype=torch.bfloat16)
+    accumulator = GradientAccumulator(torch.optim.SGD(model.parameters(), lr=0.1), 2)
+    for number in (301, 599):
+        labels = torch.zeros(700, dtype=torch.long).index_fill(0, torch.arange(number, 700), -100)
+        loss = F.cross_entropy(model(torch.randn(700, 4, dtype=torch.bfloat16)), labels, reduction=reduction).sum()
+        accumulator.backward(loss, count=number)
+    with pytest.warns(MemkitWarning, match="The loss is a sum over rows"):
+        accumulator.step()
+
+
+SUM_ALONE = [
+    ({"count": 6}, True),  # multiplied by it
+    ({}, False),
+    ({"count": 1}, False),
+    ({"count": 6, "reduction": "sum"}, False),
+    ({"count": 10}, False),  # 24 numbers: a weight that the user gave
+]
+
+
+@pytest.mark.parametrize(("given", "warns"), SUM_ALONE)
+def test_a_sum_in_a_group_of_its_own_is_multiplied_by_its_count(given, warns):
+    """For objective="sum"; the mean's is right."""
+    model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4))
+    for objective in ("sum", "mean"):
+        accumulator = GradientAccumulator(torch.optim.SGD(model.parameters(), lr=0.1), objective=objective)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            accumulator.backward(model(torch.randn(6, 4)).square().sum(), **given)
+            accumulator.step()
+        assert ["multiplied by the count" in str(each.message) for each in caught] == [True] * (
+            warns and objective == "sum"
+        )
+
+
+@pytest.mark.parametrize("counts", [None, (1, 1)])
+def test_losses_of_their_own_are_added_up_silently(counts):
+    """As a GAN's real and fake images: the plain loop has the same batch normalization, and the same sum."""
+    model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4))
+    losses = [lambda m, n=n: m(torch.randn(n, 4)).square().sum() / 2 for n in (5, 3)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert accumulate(model, losses, counts, objective="sum") == 1
+
+
+def test_a_mean_with_another_count_is_told_of_in_a_sum():
+    """The mean over valid tokens, multiplied by the rows."""
+    _, _, found = padded_group(F.cross_entropy, (4, 4), len, reduction="mean", objective="sum")
+    assert len(found) == 1
+    assert "the group's gradient is not the sum over its items. Call accumulator.backward(loss, count=n)" in found[0]
+
+
+def test_the_way_out_names_the_present_number_of_micro_batches():
+    model = nn.Linear(4, 2)
+    accumulator = GradientAccumulator(torch.optim.SGD(model.parameters(), lr=0.1), 2)
+    accumulator.accumulation_steps = 3
+    for size in (4, 4, 2):
+        accumulator.backward(model(torch.randn(size, 4)).square().sum(), count=size)
+        if accumulator.num_microbatches == 3:
+            with pytest.warns(MemkitWarning, match=r"Accumulator\(optimizer, accumulation_steps=3, objective='sum'\)"):
+                accumulator.step()
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
