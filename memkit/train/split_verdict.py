@@ -21,8 +21,10 @@ _ADVICE = {
     "memkit.train.cached_backward gives its exact gradient; where rows are padded to the longest one of each part, pad "
     "them to one length before the split, mask the padding in means and statistics, or replace GroupNorm by LayerNorm "
     "over the channels of each position; where it adds up means over different things (tokens and "
-    "rows, or several tasks), divide each by the whole batch's count, passed along in the batch, or keep the batch "
-    "whole: one micro-batch, and on_oom='raise'.",
+    "rows, or several tasks), divide each by the whole batch's count, passed along in the batch; where it adds a "
+    "penalty on the weights to a sum over n rows, return mk.Loss(sum=total * num_rows + penalty * n, count=n), where "
+    "total is the sum without the penalty, and num_rows the number of rows of the whole batch, or, for the mean over n "
+    "items, mk.Loss(sum=total + penalty * n, count=n); or keep the batch whole: one micro-batch, and on_oom='raise'.",
     "weights": "The loss is a mean over something other than rows (valid tokens, class weights): return "
     "mk.Loss(mean=loss, count=n) from loss_fn, where n is the divisor of the mean; in a loop of your own, call "
     "trainer.backward(loss, count=n).",

@@ -1,6 +1,7 @@
 """SplitLoss refuses anything that would lose or misweigh a gradient, at any batch, and invalid arguments."""
 
 import functools
+import re
 
 import pytest
 import torch
@@ -170,6 +171,74 @@ def test_rejects_non_functions_before_running(model):
         mk.MemoryEfficientTrainingWrapper(model, optimizer, split_fn="rows")
     with pytest.raises(mk.errors.InputTypeError, match=r"train_step\(loss_fn=.*got a NoneType"):
         mk.MemoryEfficientTrainingWrapper(model, optimizer).train_step((X, Y), None)
+
+
+def summed_rows(model, batch):
+    return F.binary_cross_entropy_with_logits(model(batch[0]).squeeze(1), batch[1], reduction="sum")
+
+
+def weight_penalty(model):
+    return 1e-2 * model.weight.square().sum()
+
+
+def split_loss_gradient(model, batch, loss_fn, **settings):
+    mk.SplitLoss(model, num_microbatches=2, **settings)(batch, loss_fn).backward()
+    return model.weight.grad
+
+
+def train_step_gradient(model, batch, loss_fn):
+    seen = []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    mk.MemoryEfficientTrainingWrapper(
+        model, optimizer, accumulation_steps=2, on_gradients=lambda model: seen.append(model.weight.grad.clone())
+    ).train_step(batch, loss_fn)
+    return seen[0]
+
+
+@pytest.mark.parametrize(
+    "gradient_of",
+    [split_loss_gradient, functools.partial(split_loss_gradient, reduction="sum"), train_step_gradient],
+    ids=["SplitLoss", "SplitLoss, sum", "train_step"],
+)
+def test_a_penalty_on_the_weights_added_to_a_sum_has_a_way_out(gradient_of):
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1).double()
+    batch = torch.randn(8, 4).double(), torch.randint(2, (8,)).double()
+    num_rows = len(batch[0])
+    total = summed_rows(model, batch) + weight_penalty(model)
+    expected = torch.autograd.grad(total, model.weight)[0]
+    way_out = re.escape("mk.Loss(sum=total * num_rows + penalty * n, count=n)")
+    with pytest.raises(mk.errors.ConfigError, match=f"penalty on the weights to a sum over n rows, return {way_out}"):
+        gradient_of(model, batch, lambda model, part: summed_rows(model, part) + weight_penalty(model))
+
+    def mended(model, part):
+        total, penalty, n = summed_rows(model, part), weight_penalty(model), len(part[0])
+        return mk.Loss(sum=total * num_rows + penalty * n, count=n)
+
+    model.zero_grad()
+    got = gradient_of(model, batch, mended)
+    torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("gradient_of", [split_loss_gradient, train_step_gradient])
+def test_a_penalty_on_the_weights_added_to_a_counted_sum_has_a_way_out(gradient_of):
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1).double()
+    batch = torch.randn(8, 4).double(), torch.randint(2, (8,)).double()
+    expected = torch.autograd.grad(summed_rows(model, batch) / 8 + weight_penalty(model), model.weight)[0]
+
+    def loss_fn(model, part, factor=1):
+        n = len(part[0])
+        return mk.Loss(
+            sum=summed_rows(model, part) + weight_penalty(model) * (n if factor is None else factor), count=n
+        )
+
+    way_out = re.escape("for the mean over n items, mk.Loss(sum=total + penalty * n, count=n)")
+    with pytest.raises(mk.errors.ConfigError, match=way_out):
+        gradient_of(model, batch, loss_fn)
+    model.zero_grad()
+    got = gradient_of(model, batch, functools.partial(loss_fn, factor=None))
+    torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-14)
 
 
 def test_uncut_batch_needs_no_common_rows(model):
