@@ -75,9 +75,8 @@ def divisors(loss: Tensor, *, counts_sums: bool = False) -> tuple[Term, ...]:
     """
     # An active mode (a FLOP counter) would see numbers that torch saved as tensors, and not recognize them.
     with without_modes():
-        terms = (
-            list(_walk(loss.grad_fn, counts_sums=counts_sums)) if type(loss) is Tensor else []
-        )  # a simulation has no values
+        has_values = type(loss) is Tensor  # a simulation has none
+        terms = list(_walk(loss.grad_fn, counts_sums=counts_sums)) if has_values else []
     return tuple(terms) if len(terms) <= _MAX_TERMS else ()
 
 
