@@ -51,12 +51,14 @@ class Term(NamedTuple):
         nums_summed: How many numbers the reduction adds up unweighted: all of them, then those that are not masked or
             ignored; empty if it is not a sum, or weights them.
         difference: That of the rows' constant weights, as a share of the largest; None if there are none.
+        summed_over: The count by which a sum is divided besides, after its graph; 1 for a mean.
     """
 
     operators: tuple[str, ...]
     factors: tuple[Factor, ...]
     nums_summed: tuple[Factor, ...] = ()
     difference: Factor | None = None
+    summed_over: Factor = 1.0
 
 
 Note = tuple[Factor, tuple[Term, ...]]  # a micro-batch's weight, and the result of `divisors` on its loss
@@ -78,6 +80,14 @@ def divisors(loss: Tensor, *, counts_sums: bool = False) -> tuple[Term, ...]:
         has_values = type(loss) is Tensor  # a simulation has none
         terms = list(_walk(loss.grad_fn, counts_sums=counts_sums)) if has_values else []
     return tuple(terms) if len(terms) <= _MAX_TERMS else ()
+
+
+def divisors_of_sum(terms: Sequence[Term], count: Factor) -> tuple[Term, ...]:
+    """Return the terms of a loss that was declared as the sum over its count, as those of its mean.
+
+    Only then a penalty on the weights that is multiplied by the count is a constant term like any other.
+    """
+    return tuple([each._replace(nums_summed=(), summed_over=count) for each in terms])
 
 
 def normalizes_over_batch(loss: Tensor) -> bool:
@@ -414,7 +424,7 @@ class WeightCheck:
         is_weighted = [each.operators[-1] == _WEIGHTS for each in terms]
         bare = [each._replace(operators=each.operators[:-1], factors=each.factors[:-1]) for each in terms]
         terms = tuple(bare[k] if is_weighted[k] else each for k, each in enumerate(terms))
-        return weight, tuple(each._replace(nums_summed=()) for each in terms) if is_sum else terms
+        return weight, divisors_of_sum(terms, weight) if is_sum else terms
 
     def add(self, note: Note) -> None:
         """Add a micro-batch whose backward is done."""
@@ -464,7 +474,7 @@ class WeightCheck:
         if self._divisors.is_uneven(self._group):
             return (
                 "the losses of a group were means over different numbers of items (rows, valid tokens, class weights), "
-                f"and the counts are not these numbers, so the group's gradient is not the {self._objective} over its "
+                f"and count= and reduction= do not say so: the group's gradient is not the {self._objective} over its "
                 "items. Call accumulator.backward(loss, count=n), where n is the divisor of the loss. If it is a sum "
                 f"of means over different things, divide each of their sums by its number in the whole group, and "
                 f"{to_sum}."
@@ -537,7 +547,7 @@ def _is_multiple(numbers: Sequence[Any], weights: Sequence[Any]) -> bool:
 
 def _divisor(term: Term, number: int) -> Factor:
     """Return a micro-batch's divisor; for normalized weights, whose divisor is unknown, a different one in each."""
-    result: Factor = 1.0
+    result = term.summed_over
     for factor in term.factors:
         result = result * factor
     if term.operators[-1] == _WEIGHTS:

@@ -22,7 +22,7 @@ from memkit._recovery.plan import Part
 from memkit._recovery.sizes import SizeMemory
 from memkit._recovery.snapshot import Rollback, StateWatch
 from memkit.train.check_attempt import CheckAttempt
-from memkit.train.divisors import DivisorWatch
+from memkit.train.divisors import DivisorWatch, divisors_of_sum
 from memkit.train.models import has_lazy_parameters
 from memkit.train.remedies import Remedies
 from memkit.train.row_mixers import scan_modules
@@ -297,7 +297,11 @@ class BatchDriver:
         if not self._is_plain:
             self._note_written(run)
         if self._split_watch.is_on and not self._computation.adds_up:
-            notes = [(each.loss.weight, each.terms) for each in run.done if each.loss is not None]
+            notes = [
+                (loss.weight, each.terms if loss.sum is None else divisors_of_sum(each.terms, loss.weight))
+                for each in run.done
+                if (loss := each.loss) is not None
+            ]
             self._was_uneven = self._divisors.is_uneven(notes) or self._was_uneven
             self._was_weighted = self._divisors.has_unequal_weights and not self._split_watch.knows_weights
 

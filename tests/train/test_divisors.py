@@ -268,7 +268,7 @@ MEANS = {
 @pytest.mark.parametrize("sizes", [(4, 4, 4), (6, 3)])
 @pytest.mark.parametrize("name", [*SUMS, *MEANS])
 def test_warns_of_sum_with_count_in_wrapper_terms(name, sizes):
-    """A sum that comes with a count as a mean is warned of; with reduction='sum', or as a real mean, it is not."""
+    """A sum that comes with a count as a mean is warned of, and a mean as a sum where that shows."""
     model, loss = nn.Linear(4, 2), {**SUMS, **MEANS}[name]
     accumulator = GradientAccumulator(torch.optim.SGD(model.parameters(), lr=0.1), len(sizes))
     for reduction in ("mean", "sum"):
@@ -282,8 +282,10 @@ def test_warns_of_sum_with_count_in_wrapper_terms(name, sizes):
             assert len(told) == 1
             assert "The loss is a sum over rows, and the parts are averaged" in told[0]
             accumulator = GradientAccumulator(torch.optim.SGD(model.parameters(), lr=0.1), len(sizes))
+        elif name in MEANS and reduction == "sum" and name != "normalized weights":
+            assert ["count= and reduction= do not say so" in each for each in told] == [True] * (sizes == (6, 3))
         else:
-            assert not any("is a sum" in each for each in told)
+            assert not told
 
 
 @pytest.mark.parametrize("sizes", [(5, 4), (4, 4)])
@@ -506,6 +508,27 @@ def test_suggested_fix_gives_mean_over_rows(reduction):
         accumulator.step()
     is_equal = all(torch.allclose(a, b, rtol=1e-12) for a, b in zip(seen, expected, strict=True))
     assert is_equal is (reduction == "sum")
+
+
+OF_SUMS = {
+    "times the count": (lambda each, penalty, n: each.sum() * 9 + penalty * n, False),
+    "of a mean": (lambda each, penalty, n: each.mean() * n + penalty * (n / 9), False),
+    "not multiplied": (lambda each, penalty, n: each.sum() / n, True),
+    "divided by another number": (lambda each, penalty, n: each.sum() / (n + 1) * n + penalty * n, True),
+}
+
+
+@pytest.mark.parametrize("name", OF_SUMS)
+def test_the_divisors_of_a_sum_are_those_of_its_mean(name):
+    model, (loss_of, is_told) = nn.Linear(4, 2), OF_SUMS[name]
+    accumulator = GradientAccumulator(torch.optim.SGD(model.parameters(), lr=0.1), 3)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for n in (4, 3, 2):
+            loss = loss_of(model(torch.randn(n, 4)).square().mean(1), model.weight.square().sum(), n)
+            accumulator.backward(loss, count=n, reduction="sum")
+            accumulator.step()
+    assert ["means over different numbers of items" in str(each.message) for each in caught] == [True] * is_told
 
 
 def told(text, *, warns):

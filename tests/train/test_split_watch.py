@@ -596,6 +596,24 @@ def test_a_cut_of_an_earlier_step_is_not_the_reason_to_refuse(still_runs_out):
     assert still_runs_out or sizes[-1] == (8,)
 
 
+@pytest.mark.parametrize(("scale", "is_split"), [(11, True), (None, False)])
+def test_a_penalty_times_the_count_is_no_divisor_where_memory_forces_the_split(scale, is_split):
+    """No two parts fit together, so nothing but the graph tells: a sum over rows, and one that each part divides."""
+    x = torch.randn(11, 6, generator=torch.Generator().manual_seed(2))
+
+    def summed(model, x):
+        loss, n = model(x).square().sum(), len(x)
+        penalty = sum(each.square().sum() for each in model.parameters())
+        return mk.Loss(sum=loss * (scale or n) + n * 1e-3 * penalty, count=n)
+
+    trainer = trainer_of(net().double())
+    if is_split:
+        assert [trainer.train_step(x.double(), fits(4, summed)).sizes for _ in range(2)] == [(4, 4, 3)] * 2
+    else:
+        with pytest.raises(mk.MemkitOutOfMemoryError, match="splitting the batch"):
+            trainer.train_step(x.double(), fits(4, summed))
+
+
 @pytest.mark.parametrize("settings", [{}, {"accumulation_steps": 2}])
 def test_a_loss_function_may_refer_to_itself(settings):
     def loss_fn(model, x):
