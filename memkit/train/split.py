@@ -6,6 +6,7 @@ import copy
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from typing import Any, TypeVar
 
 import numpy as np
@@ -292,18 +293,43 @@ def _totals(batch: Any, parts: Sequence[Any]) -> Iterator[tuple[str, int, int]]:
         yield "entries", len(batch), sum(map(len, parts))
         return
     whole, rows = _rows_of_parts(batch, parts)
-    before, now = min(rows, key=lambda each: each[1] - each[0], default=(0, 0))
+    counts = list(rows.values())
+    before, now = min(counts, key=lambda each: each[1] - each[0], default=(0, 0))
     is_less = now < before
-    if is_less and all(less < more or _are_starts(each, rows) for each, (more, less) in zip(whole, rows, strict=True)):
+    if is_less and all(less < more or _are_starts(whole[place], counts) for place, (more, less) in rows.items()):
         yield "rows", before, now
 
 
-def _rows_of_parts(batch: Any, parts: Sequence[Any]) -> tuple[list[torch.Tensor], list[tuple[int, int]]]:
-    """Return a batch's tensors, and for each its rows and those of its parts together; none if parts have others."""
-    whole, *found = ([each for each in list_tensors(one) if each.dim()] for one in (batch, *parts))
-    if not whole or any(len(each) != len(whole) for each in found):
-        return [], []
-    return whole, [_num_rows(*each) for each in zip(whole, *found, strict=True)]
+def _rows_of_parts(batch: Any, parts: Sequence[Any]) -> tuple[dict[str, torch.Tensor], dict[str, tuple[int, int]]]:
+    """Return a batch's tensors by their places, and for each its rows and those of its parts together.
+
+    There are none if a part has tensors in other places. A part may have its keys in another order.
+    """
+    whole, *found = (dict(_places(one)) for one in (batch, *parts))
+    if any(each.keys() != whole.keys() for each in found):
+        return {}, {}
+    return whole, {place: _num_rows(each, *(part[place] for part in found)) for place, each in whole.items()}
+
+
+def _places(node: Any, place: str = "batch", *, is_attribute: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield each tensor with rows that `list_tensors` finds, after the place that it has in a batch."""
+    if isinstance(node, torch.Tensor):
+        if node.dim():
+            yield place, node
+        return
+    if isinstance(node, _LEAVES):
+        return
+    entries: list[tuple[str, Any]] = []
+    if isinstance(node, Mapping):
+        entries = [(f"{place}[{key!r}]", each) for key, each in node.items()]
+    elif (children := children_of(node)) is not None:
+        names = [f".{each.name}" for each in fields(node)] if is_dataclass(node) else []
+        names = names if len(names) == len(children) else [f"[{index}]" for index in range(len(children))]
+        entries = [(place + name, each) for name, each in zip(names, children, strict=True)]
+    elif not is_attribute:  # an object; not one in its attributes
+        entries, is_attribute = [(f"{place}.{name}", each) for name, each in attributes_of(node).items()], True
+    for where, each in entries:
+        yield from _places(each, where, is_attribute=is_attribute)
 
 
 def added_names(batch: Any, part: Any) -> list[str]:
@@ -330,9 +356,9 @@ def names_in(batch: Any) -> set[str]:
 def rows_left_out(batch: Any, parts: Sequence[Any]) -> str:
     """Describe the rows of a tensor that are in none of the parts, where other tensors are complete; or ""."""
     whole, rows = _rows_of_parts(batch, parts)
-    for tensor, (before, now) in zip(whole, rows, strict=True):
-        if now < before and not _are_starts(tensor, rows):
-            return f"{now} of {before} rows of a tensor of the shape {tuple(tensor.shape)}"
+    for place, (before, now) in rows.items():
+        if now < before and not _are_starts(whole[place], list(rows.values())):
+            return f"{now} of {before} rows of {place}, a tensor of the shape {tuple(whole[place].shape)}"
     return ""
 
 

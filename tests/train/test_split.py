@@ -1,6 +1,7 @@
 """Cutting batches: every row once, in order, whatever the containers."""
 
 import contextlib
+import dataclasses
 import math
 from collections import OrderedDict, UserDict, deque, namedtuple
 from types import MappingProxyType, SimpleNamespace
@@ -21,6 +22,7 @@ from memkit.train.split import (
     cut_batch,
     join_rows,
     pick_rows,
+    rows_left_out,
     split_batch,
     survey,
     survey_packed,
@@ -303,6 +305,37 @@ def test_a_split_fn_may_trim_and_share(name):
     batch = {"ids": torch.ones(8, 8), "table": torch.ones(2, 8), "name": "a"}
     parts = cut_batch(batch, 2, size=80, split_fn=KEEPING[name])
     assert len(parts) == 2
+
+
+@dataclasses.dataclass
+class Graph:
+    nodes: dict[str, torch.Tensor]
+    others: tuple[torch.Tensor, ...] = ()
+
+
+class Held:
+    def __init__(self, content):
+        self.content = content
+
+
+@pytest.mark.parametrize(
+    ("wrap", "place"),
+    [
+        (lambda nodes: nodes, "batch['noise']"),
+        (lambda nodes: {"graph": Graph(nodes)}, "batch['graph'].nodes['noise']"),
+        (lambda nodes: (Held([nodes]), 3), "batch[0].content[0]['noise']"),
+    ],
+)
+@pytest.mark.parametrize("num_kept", [6, 1])
+def test_parts_may_have_their_keys_in_another_order(wrap, place, num_kept):
+    """The rows that are left out are those of the same place, which the text names."""
+    x, sizes = torch.randn(12, 3), torch.tensor([6, 6])
+    parts = [
+        wrap({"noise": part[:num_kept], "sizes": size, "x": part})
+        for part, size in zip(x.chunk(2), sizes.chunk(2), strict=True)
+    ]
+    told = rows_left_out(wrap({"x": x, "sizes": sizes, "noise": x}), parts)
+    assert told == ("" if num_kept == 6 else f"2 of 12 rows of {place}, a tensor of the shape (12, 3)")
 
 
 class Short(TorchDispatchMode):
