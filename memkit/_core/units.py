@@ -6,7 +6,6 @@ on a graphics card's box counts GiB.
 
 from __future__ import annotations
 
-import math
 import operator
 import re
 from decimal import Decimal
@@ -27,6 +26,7 @@ _SIZE = re.compile(r"\s*([0-9][0-9_]*(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", re.ASCII)
 _PERCENT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*%\s*")
 _CARD = re.compile(r"\s*[A-Za-z].*[0-9]")  # probably the name of a GPU; the table of GPUs is not known here
 _BUDGETS = "pass 0.9 for 90%, or a size such as '22GiB'."
+_MOST_GIB = 4096  # of one machine; a larger number without a unit is one of bytes
 _UNITS = "B, KB, MB, GB, TB (powers of 1000) or KiB, MiB, GiB, TiB (powers of 1024)"
 
 
@@ -68,7 +68,7 @@ def parse_bytes(value: SupportsIndex | str, *, name: str = "size", is_large: boo
             call,
             got=f"{num_bytes}, which means {num_bytes} bytes",
             expected="the memory of a device or a step: 1 MiB or more as a bare number, or text with a unit",
-            fix=f"write '{num_bytes}GiB', or '{num_bytes}B' if bytes are meant.",
+            fix=_with_units(str(num_bytes)),
         )
     if num_bytes < 0:
         raise InputError(
@@ -104,9 +104,14 @@ def parse_budget(budget: SupportsIndex | str | float, total_bytes: int | None, *
             f"{name}={budget!r}",
             got=repr(budget) + ("" if total_bytes is not None else ", on a device whose capacity is unknown"),
             expected="a size above zero, or a fraction in (0, 1] of a known capacity",
-            fix=f"pass '{budget:g}GiB'." if isinstance(budget, float) and 1 < budget < math.inf else _BUDGETS,
+            fix=f"pass '{budget:g}GiB'." if isinstance(budget, float) and 1 < budget <= _MOST_GIB else _BUDGETS,
         )
     return num_bytes
+
+
+def _with_units(number: str) -> str:
+    in_bytes = f"'{number}B' if bytes are meant."
+    return f"write '{number}GiB', or {in_bytes}" if Decimal(number) <= _MOST_GIB else f"write {in_bytes}"
 
 
 def _parse_text(value: str, call: str) -> int:
@@ -123,7 +128,7 @@ def _parse_text(value: str, call: str) -> int:
     if match is None or factor is None:
         fix = "write for example '24GiB' (the number on a graphics card's box) or '500MB'."
         if match is not None and not match[2]:
-            fix = f"write '{match[1]}GiB', or '{match[1]}B' if bytes are meant."
+            fix = _with_units(match[1])
         elif _CARD.match(value):
             name = call.partition("=")[0].rpartition(" ")[2]
             fix = f"write {name}=mk.find_gpu({value!r}).usable_bytes for all memory of that GPU."

@@ -62,13 +62,16 @@ def test_rejects_invalid_sizes(value):
     [
         (lambda: mk.memory.parse_bytes(24, is_large=True), "write '24GiB', or '24B' if bytes are meant."),
         (lambda: parse_budget(24, 2**34), "write '24GiB', or '24B' if bytes are meant."),
+        (lambda: mk.memory.parse_bytes(614400, is_large=True), "write '614400B' if bytes are meant."),
+        (lambda: mk.memory.parse_bytes("614_400"), "write '614_400B' if bytes are meant."),
         (lambda: parse_budget(24.0, 2**34), "pass '24GiB'."),
+        (lambda: parse_budget(614400.0, 2**34), "pass 0.9 for 90%, or a size such as '22GiB'."),
         (lambda: parse_budget("90%", 2**34), "pass 0.9."),
         (lambda: parse_budget(-0.5, 2**34), "pass 0.9 for 90%, or a size such as '22GiB'."),
     ],
 )
 def test_a_number_of_gigabytes_is_not_taken_for_bytes(read, fix):
-    with pytest.raises(ValueError, match=r"24|90|-0\.5") as caught:
+    with pytest.raises(ValueError, match=r"24|90|-0\.5|614_?400") as caught:
         read()
     assert caught.value.fix == fix
 
