@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
+from types import CodeType
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from memkit._core.attributes import attributes_of
 from memkit._core.errors import ConfigError, InputTypeError, StateError, warn_user
 from memkit._core.settings import nearest_word
 from memkit._gradients.closures import refuse_closure
+from memkit._recovery.loss_key import parts_of_loss
 from memkit.train.backward_steps import steps_in_backward
 from memkit.train.checks import ACCUMULATOR, WRAPPER, Caller
 
@@ -107,14 +109,26 @@ def read_model(model: object, optimizer: object) -> nn.Module:
     if not isinstance(model, nn.Module):
         got, fix = _describe_non_model(model, optimizer)
         raise InputTypeError(call, got=got, expected=_EXPECTED, fix=fix)
-    if library_kind(model, _MODULES) is not None:
-        warn_user(
-            f"{call}: this model is a LightningModule, of which the wrapper uses only forward: training_step, "
-            "configure_optimizers and the hooks are not called. For training by a Lightning Trainer derive it from "
-            "memkit.integrations.lightning.MemoryEfficientModule instead."
-        )
     _check_has_data(model, call)
     return model
+
+
+def warn_of_unused_step(model: nn.Module, loss_fn: object) -> None:
+    """Warn of a LightningModule whose ``training_step`` the loss function does not call: its code does not name it."""
+    if library_kind(model, _MODULES) is None:
+        return
+    lines, _, _ = parts_of_loss(loss_fn)
+    codes = [each for each in (*lines, getattr(type(loss_fn).__call__, "__code__", None)) if isinstance(each, CodeType)]
+    for code in codes:  # which grows by the functions inside
+        if "training_step" in code.co_names:
+            return
+        codes += [each for each in code.co_consts if isinstance(each, CodeType)]
+    warn_user(
+        f"{WRAPPER.kind}: the model is a LightningModule, of which the wrapper uses only what loss_fn calls: "
+        "training_step, configure_optimizers and the hooks are not called. For training by a Lightning Trainer derive "
+        "it from memkit.integrations.lightning.MemoryEfficientModule instead; in a loop of your own write "
+        "loss_fn = lambda model, batch: model.training_step(batch, 0)."
+    )
 
 
 def refuse_trainer(

@@ -56,7 +56,7 @@ from memkit.train.gradients import gradients_set_aside, list_parameters
 from memkit.train.inner_steps import refuse_inner_steps
 from memkit.train.models import device_of, evaluating, exchanges_statistics
 from memkit.train.offload import make_offload, read_offload
-from memkit.train.owners import check_owner, list_optimizers, numbered, read_model
+from memkit.train.owners import check_owner, list_optimizers, numbered, read_model, warn_of_unused_step
 from memkit.train.precision import Precision, PrecisionName
 from memkit.train.remedies import Remedies
 from memkit.train.saved_tensors import treat_saved_tensors
@@ -780,6 +780,7 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing, Composed, Overviewed):
         with refuse_inner_steps(self._optimizers, self._schedules, self._average):
             self._run_all(run, loss_fn)
         self._has_run = True
+        warn_of_unused_step(self.model, loss_fn)
 
     def _run_all(self, run: BatchRun, loss_fn: LossFn) -> None:
         self._batch_run, self._num_steps_before = run, self._sum.num_steps

@@ -103,8 +103,8 @@ def test_lightning_module_works_in_own_loop_with_a_warning():
             return self.layer(x)
 
     model = Net()
+    trainer = mk.MemoryEfficientTrainingWrapper(model, torch.optim.SGD(model.parameters(), lr=0.1))
     with pytest.warns(mk.MemkitWarning, match="MemoryEfficientModule instead"):
-        trainer = mk.MemoryEfficientTrainingWrapper(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    assert trainer.train_step(torch.ones(6, 4), mean_square).stepped
+        assert trainer.train_step(torch.ones(6, 4), mean_square).stepped
     with pytest.raises(mk.errors.InputTypeError, match=r"trainer\.fit\(module\)"):
         mk.MemoryEfficientTrainingWrapper(model)

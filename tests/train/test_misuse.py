@@ -1,5 +1,7 @@
 """Common first attempts: each call is refused under its own name, and the message ends with the corrected line."""
 
+import contextlib
+import functools
 import inspect
 import re
 import types
@@ -537,16 +539,33 @@ def test_synonyms_lead_to_existing_arguments(cls, table):
     )  # no word of our own is translated
 
 
+class CallingStep:
+    def __call__(self, model, batch):
+        return model.training_step(batch, 0)
+
+
 class TestWarnings:
-    def test_a_lightning_module_is_led_to_its_adapter(self):
+    @pytest.mark.parametrize(
+        ("loss_fn", "is_told"),
+        [
+            (mean_square, True),
+            (lambda model, x: model.training_step(x, 0), False),
+            (functools.partial(lambda model, x, step: step(model, x), step=lambda m, x: m.training_step(x, 0)), False),
+            (CallingStep(), False),
+        ],
+    )
+    def test_a_lightning_module_whose_step_is_not_called_is_led_to_its_adapter(self, loss_fn, is_told):
         class Net(nn.Linear):
-            pass
+            def training_step(self, batch, batch_idx):
+                return mean_square(self, batch)
 
         module = type("LightningModule", (), {"__module__": "lightning.pytorch.core.module"})
         model = type("LitNet", (Net, module), {})(4, 2)
-        with pytest.warns(mk.MemkitWarning, match=r"memkit\.integrations\.lightning\.MemoryEfficientModule instead"):
-            trainer = WRAPPER(model, sgd(model))
-        assert trainer.train_step(BATCH, mean_square).stepped
+        trainer = WRAPPER(model, sgd(model))
+        text = r"memkit\.integrations\.lightning\.MemoryEfficientModule instead"
+        with pytest.warns(mk.MemkitWarning, match=text) if is_told else contextlib.nullcontext():
+            assert trainer.train_step(BATCH, loss_fn).stepped
+        assert trainer.train_step(BATCH, loss_fn).stepped  # without a second warning
 
     def test_warns_once_of_empty_batch(self):
         trainer = wrapped()
