@@ -371,17 +371,20 @@ class PartPlanner:
         if forecast.peak_bytes(num_rows) <= available:
             return num_rows
         parameters = list_parameters(self._optimizers)
-        # The sum of the parts' gradients.
-        available -= sum(each.numel() * max(self._sum_itemsize, each.itemsize) for each in parameters)
-        if forecast.peak_bytes(1) > available and not self._has_warned_of_a_row:
+        # Of the parts' gradients, which a batch that stays whole does without. It is added to a run that holds all of
+        # its own gradients, though a part holds each only until it is in the sum: cautious by up to as much.
+        sum_bytes = sum(each.numel() * max(self._sum_itemsize, each.itemsize) for each in parameters)
+        if forecast.peak_bytes(1) > available - sum_bytes and not self._has_warned_of_a_row:
             self._has_warned_of_a_row = True
             ways = ["checkpoint='auto'"] * may_recompute(self._model) + ["a lower precision"] * self._may_lower
+            of_sum = f", and the sum of the parts' gradients {format_bytes(sum_bytes)} more" * (num_rows > 1)
             warn_user(
                 "MemoryEfficientTrainingWrapper: forward and backward of a single row are predicted to take "
-                f"{format_bytes(forecast.peak_bytes(1))}, but only {format_bytes(max(0, available))} are available "
+                f"{format_bytes(forecast.peak_bytes(1))}{of_sum}, but only {format_bytes(available)} are available "
                 f"(memory=...). The step is tried anyway. Way out: set {', '.join(ways)}{' or ' * bool(ways)}a larger "
                 "budget."
             )
+        available -= sum_bytes
         return forecast.max_rows(available, num_rows)
 
     def _warn_of_sparse(self, peak_bytes: int, available_bytes: int) -> None:

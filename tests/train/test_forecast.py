@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import re
 import warnings
 
 import numpy as np
@@ -590,9 +591,20 @@ def test_a_batch_of_one_row_over_the_budget_is_told():
     model = nn.Sequential(nn.Linear(4, 512), nn.Linear(512, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with mk.MemoryEfficientTrainingWrapper(model, optimizer, memory="24KiB") as trainer:
-        with pytest.warns(mk.MemkitWarning, match="of a single row are predicted to take"):
+        with pytest.warns(mk.MemkitWarning, match=r"of a single row are predicted to take [\d.]+ KiB, but only"):
             trainer.train_step(torch.ones(1, 4), lambda model, x: model(x).mean())
         assert trainer.train_step(torch.ones(6, 4), lambda model, x: model(x).mean()).num_microbatches > 1
+
+
+def test_the_sum_of_gradients_that_only_parts_need_is_told_of():
+    """A batch of fewer rows stays whole at the same budget: the numbers of the text show why."""
+    model = nn.Sequential(nn.Linear(8, 256), nn.Linear(256, 1)).double()
+    with trainer_of(model, memory="60KiB") as trainer:
+        with pytest.warns(mk.MemkitWarning, match="the sum of the parts' gradients 20.01 KiB more") as caught:
+            assert trainer.train_step(torch.ones(32, 8).double(), mean_square).sizes == (1,) * 32
+        row, total, available = map(float, re.findall(r"([\d.]+) KiB", str(caught[0].message)))
+        assert row < available < row + total
+        assert trainer.train_step(torch.ones(4, 8).double(), mean_square).sizes == (4,)
 
 
 class Bag(nn.Module):
