@@ -114,7 +114,7 @@ def test_equals_many_real_steps(tmp_path):
         else:
             (assert_replicated_equal if case.shard.kind == "ddp" else assert_sharded_equal)(name, ranks)
             num_answers += 1
-    assert num_answers >= len(MORE) - 8  # torch itself refuses the others
+    assert num_answers >= len(MORE) - 11  # torch itself refuses the others
 
 
 @pytest.fixture
