@@ -166,7 +166,8 @@ def num_entered_by_a_warm_step(num_parts=1, num_layers=3, as_batch=tuple, **sett
         trainer.train_step(batch, mean_loss)
     with FunctionsEntered() as entered:
         trainer.train_step(batch, mean_loss)
-    return len(entered.own)
+    # A trainer that a page of the docs has left alive looks at all optimizers' steps.
+    return sum(not each.co_filename.endswith("bystanders.py") for each in entered.own)
 
 
 @pytest.mark.parametrize(("on_oom", "most", "most_more"), [("raise", 60, 60), ("exact", 102, 64)])
