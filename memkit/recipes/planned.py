@@ -41,11 +41,13 @@ from memkit._recorder.recorder import Recorder
 from memkit._recorder.workspace import WorkspaceMarks
 from memkit._recovery.batch import Attempt
 from memkit._recovery.errors import describe_error
-from memkit._recovery.snapshot import Rollback, StateWatch
+from memkit._recovery.snapshot import Rollback, StateWatch, cloned
 from memkit._simulation.simulation import Gpu, Host, MakeOptimizer, check_model, is_own, optimizer_maker
 from memkit._simulation.tensors import check_selected_fraction
 from memkit._tape.kept import KEPT_OPERATORS
+from memkit._torch.modules import all_parameters
 from memkit._torch.pytree import children_of, tree_leaves
+from memkit._torch.tensors import put_back
 from memkit.predict.batch_kinds import with_data
 from memkit.predict.estimate import warn_of_doubts
 from memkit.predict.gpus import GPU, CapacityLike, capacity_bytes, look_up
@@ -139,7 +141,7 @@ def plan_training(
             it does not depend on measured times. The batch is taken whole, unless ``micro_batch_size`` is given.
         curve: Whether ``plan.pareto`` shows time against memory for smaller budgets too, down to the least: eight more
             dry runs of the largest micro-batches. Not with ``treat="blocks"``.
-        measure: Whether to run real steps, on a copy of the model, of up to five candidates that are expected to be the
+        measure: Whether to run real steps, all undone afterwards, of up to five candidates that are expected to be the
             fastest, and choose the one with the least processor time; also one step of each candidate whose fit depends
             on the kernels' workspace, to measure that workspace. Of a loader's kinds of batch only the largest has its
             own data there; the others have the shapes and small integers, and random numbers. CPU only.
@@ -159,8 +161,8 @@ def plan_training(
 
     Memory cost:
         No tensor of the model or of the step. On the CPU the operands of one operator at a time, inside the budget, and
-        32 MiB; with ``measure`` a copy of the model and a step inside the budget. A small model with data is also
-        copied to check that its batch may be split (`docs/gradient-accumulation.md`).
+        32 MiB; with ``measure`` a copy of the model and of its optimizer, and a step inside the budget. A small model
+        with data is also copied to check that its batch may be split (`docs/gradient-accumulation.md`).
 
     Source:
         ``docs/plan.md``; checked against exhaustive searches in ``benchmarks/cases/planner.py``.
@@ -294,7 +296,7 @@ def _plan(
         lambda found: fastest(allow(found), budget_bytes),
     )
     notes += starmap(_about_failure, failures.items())
-    run_for_real = partial(_on_a_copy, model, loss_fn, optimizer, arrange)
+    run_for_real = partial(_in_place, model, loss_fn, optimizer, arrange)
     settled = partial(_settled, budget_bytes=budget_bytes, run_for_real=run_for_real if measure else None)
     trials = [settled(each, sample_batch) for each in trials]
     allowed = allow(trials)
@@ -836,7 +838,7 @@ def _on_oom(*, is_packed: bool) -> Literal["exact", "raise"]:
 
 
 @contextlib.contextmanager
-def _on_a_copy(
+def _in_place(
     model: nn.Module,
     loss_fn: LossFn,
     optimizer: str | MakeOptimizer | Optimizer | Sequence[Optimizer],
@@ -844,27 +846,39 @@ def _on_a_copy(
     batch: Any,
     arrangement: Arrangement,
 ) -> Iterator[Callable[[], StepBytes]]:
-    """The real step on the whole batch, on a copy that has already taken one step."""
-    twin, twins = copy.deepcopy((model, optimizer if is_own(optimizer) else None))
-    optimizers = optimizer_maker(twins or optimizer)(twin.parameters())
-    arranged = arrange(twin, optimizers, arrangement, most_steps=sys.maxsize)
-    with random_state.preserved(), _leaving_others(loss_fn), arranged as train_step:
+    """The real step on the whole batch, of a model that has already taken one; afterwards nothing of it is left.
+
+    The model is the user's own: a loss function may reach it by itself, as a trainer's method does, and would leave a
+    copy without gradients. Only the optimizers are copies, which train the same parameters.
+    """
+    optimizers = optimizer_maker(optimizer)(model.parameters())
+    stepped = [each for one in optimizers for group in one.param_groups for each in group["params"]]
+    if is_own(optimizer):
+        shared = (*model.modules(), *model.buffers(), *all_parameters(model), *stepped)
+        optimizers = copy.deepcopy(optimizers, {id(each): each for each in shared})
+    arranged = arrange(model, optimizers, arrangement, most_steps=sys.maxsize)
+    with random_state.preserved(), _undone(model, loss_fn, stepped), arranged as train_step:
         batch = copied(with_data(batch))
         train_step(batch, loss_fn)
         yield lambda: train_step(batch, loss_fn)
 
 
 @contextlib.contextmanager
-def _leaving_others(loss_fn: LossFn) -> Iterator[None]:
-    """Undo what the block's steps change in the networks and objects that a loss function holds."""
-    networks = nn.ModuleList(each for each in Attributes([loss_fn]).holders() if isinstance(each, nn.Module))
-    watch = StateWatch(nn.ModuleList())  # what the loss function holds is restored, its networks' parameters too
+def _undone(model: nn.Module, loss_fn: LossFn, stepped: Sequence[Tensor]) -> Iterator[None]:
+    """Undo what the block's steps change: the parameters, the model, and what a loss function holds."""
+    networks = (each for each in Attributes([loss_fn]).holders() if isinstance(each, nn.Module))
+    parameters = [*stepped, *model.parameters(), *nn.ModuleList(networks).parameters()]
+    values = [(each, each.detach(), cloned(each)) for each in stepped]
+    watch = StateWatch(model)
     watch.loss_fn = loss_fn
     before = Rollback(watch, is_trial=True)
     try:
-        with gradients_set_aside(networks.parameters()):
+        with gradients_set_aside(parameters):
             yield
     finally:
+        for each, place, value in values:  # before the others, which would tell of parameters that have moved
+            put_back(each, place)
+            place.data.copy_(value)
         before.restore()
 
 

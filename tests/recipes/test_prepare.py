@@ -230,6 +230,37 @@ def test_planning_leaves_no_trace_and_takes_the_fastest():
     assert all("forward" not in vars(each) for each in model.modules())
 
 
+class OwnModel:
+    """A trainer whose loss reaches the model by itself."""
+
+    def __init__(self, model):
+        self.model = model
+
+    def loss_fn(self, _, x):
+        return mean_square(self.model, x)
+
+
+def measured_step(make_loss):
+    """A measured plan for convolutions, whose fit depends on their workspace; it leaves no trace."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Conv3d(4, 4, 3, padding=1), nn.BatchNorm3d(4), nn.GELU()) for _ in "12"))
+    optimizer, x = torch.optim.Adam(model.parameters()), torch.randn(2, 4, 8, 8, 8)
+    mean_square(model, x).backward()
+    optimizer.step()
+    gradients = [each.grad for each in model.parameters()]
+    state = copy.deepcopy((model.state_dict(), optimizer.state_dict()["state"], gradients))
+    with pytest.raises(ConfigError, match="a step that needs at least") as caught:
+        plan_training(model, x, make_loss(model), optimizer, budget="100KiB", micro_batch_size=2, measure=True)
+    assert_same((model.state_dict(), optimizer.state_dict()["state"], gradients), state)
+    assert all(each.grad is before for each, before in zip(model.parameters(), gradients, strict=True))
+    return re.search(r"needs at least (\S+ \S+),", str(caught.value))[1]
+
+
+def test_a_measured_step_trains_the_model_that_the_loss_reaches_by_itself():
+    """On a copy such a loss would leave no gradients and no state of the optimizer."""
+    assert measured_step(lambda model: OwnModel(model).loss_fn) == measured_step(lambda _: mean_square)
+
+
 @pytest.mark.slow
 def test_a_card_and_a_model_without_data():
     with torch.device("meta"):
