@@ -546,6 +546,7 @@ class Attributes:
         names: dict[str, None] = {}
         arrays = {id(held.array) for held in self._arrays if held.has_changed()}
         copies = {id(container): copy for container, copy in self._containers}
+        moved = {id(held.tensor) for held in self._tensors if not held.is_there}  # by `tensor.data = other`
         for owner, attributes in self._owners:
             place, now = self._names.get(id(owner), type(owner).__name__), self._attributes_of(owner)
             # The dict of a module's buffers is the same object, whatever is in it.
@@ -558,7 +559,7 @@ class Attributes:
             names |= dict.fromkeys(f"{place}.{name}" if place else name for name in written_arrays)
             for name, value in after.items():
                 storage = storage_of(value) if isinstance(value, Tensor) else None
-                is_written = storage is not None and storage_key(storage) in written
+                is_written = id(value) in moved or (storage is not None and storage_key(storage) in written)
                 if is_written or (name in before and before[name] is not value and not name.startswith("_")):
                     names[f"{place}.{name}" if place else name] = None
         names |= dict.fromkeys(f"the variable {each.name}" for each in self._variables if each.has_changed())
@@ -704,7 +705,8 @@ class _HeldTensor(NamedTuple):
         return None if self.is_trained else leaf_gradient(self.tensor)
 
     @property
-    def _is_there(self) -> bool:
+    def is_there(self) -> bool:
+        """Whether it has the storage, and the place in it, that it had."""
         now, before = self.tensor, self.same
         is_in_storage = storage_key(now.untyped_storage()) == storage_key(before.untyped_storage())
         return is_in_storage and now.storage_offset() == before.storage_offset()
@@ -713,7 +715,7 @@ class _HeldTensor(NamedTuple):
         """Return whether it has changed, but for ``requires_grad``, which a GAN's loss sets in each call."""
         if self._gradient_now is not self.gradient:
             return True
-        if not self._is_there or self.tensor.shape != self.same.shape or self.tensor.dtype is not self.same.dtype:
+        if not self.is_there or self.tensor.shape != self.same.shape or self.tensor.dtype is not self.same.dtype:
             return True
         return self._is_written()
 
@@ -733,7 +735,7 @@ class _HeldTensor(NamedTuple):
             self.tensor.grad = self.gradient
         if not self.has_changed():
             return True
-        if not self._is_there or self.tensor.shape != self.same.shape:
+        if not self.is_there or self.tensor.shape != self.same.shape:
             self.tensor.data = self.same
         if not self._is_written():
             return True

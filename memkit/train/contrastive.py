@@ -189,7 +189,9 @@ def _report(verdict: SplitVerdict) -> None:
             _CALL,
             got=f"an encoder whose result for one row depends on other rows{error}",
             expected="an encoder that computes each row's embedding from that row alone",
-            fix="move operations that mix rows (a mean, a softmax, attention over them) into loss_on_embeddings, "
+            fix=verdict.advice
+            if verdict.state
+            else "move operations that mix rows (a mean, a softmax, attention over them) into loss_on_embeddings, "
             f"{_WHOLE}; check=False skips this check.",
         )
     if verdict.modules:

@@ -739,6 +739,12 @@ class Examination:
             return SplitVerdict(exact=False, error=error, modules=self._suspects, loss=other)
         if self._suspects and (found := (yield from self._judge_frozen(error))) is not None:
             return found
+        if names := (yield from self._find_first_values()):
+            return SplitVerdict(exact=False, error=error, modules=self._suspects, state=names, loss="rows")
+        return (yield from self._find_modules(prepare, error))
+
+    def _find_modules(self, prepare: Callable[[], None], error: float) -> Attempts:
+        """Return a verdict that names the modules at fault beside the suspects, or else of rows that are compared."""
         if outside := (yield from self._find_outside(prepare)):
             return SplitVerdict(exact=False, error=error, modules=(*self._suspects, *outside))
         unknown = yield from self._find_by_mode(prepare)
@@ -759,6 +765,26 @@ class Examination:
             return SplitVerdict(exact=False, error=error, modules=self._suspects)
         other = find_weights(whole, parts, self._rounding)
         return other and SplitVerdict(exact=False, error=error, modules=self._suspects, loss=other)
+
+    def _find_first_values(self) -> Attempts:
+        """Name what the first forward sets from its rows, if whole and parts are equal after it; () if there is none.
+
+        A layer that sets its parameters so, as Glow's ActNorm, does it in evaluation mode too.
+        """
+        before_first = self._rehearsal
+        with before_first.run():
+            self._prepare()
+        others = set(before_first.changed())
+        if (yield from self._run_whole()) is None or not (names := before_first.changed()):
+            return ()
+        self._rehearsal = self._new_rehearsal()  # whose initial state is that after the first forward
+        try:
+            is_equal = yield from self._is_equal_again()
+            others |= set(self._rehearsal.changed())  # by each forward
+        finally:
+            self._rehearsal.close()
+            self._rehearsal = before_first
+        return tuple(each for each in names if each not in others)[:5] if is_equal else ()
 
     def _again(self) -> Attempts:
         """Run whole and parts again, each from the initial state."""

@@ -25,6 +25,8 @@ _ADVICE = {
     "penalty on the weights to a sum over n rows, return mk.Loss(sum=total * num_rows + penalty * n, count=n), where "
     "total is the sum without the penalty, and num_rows the number of rows of the whole batch, or, for the mean over n "
     "items, mk.Loss(sum=total + penalty * n, count=n); or keep the batch whole: one micro-batch, and on_oom='raise'.",
+    "first": "The first forward sets {names} from the rows that it gets, so parts of the batch would set other values "
+    "than the whole: run the model once on a whole batch before training, `with torch.no_grad(): model(x)`.",
     "weights": "The loss is a mean over something other than rows (valid tokens, class weights): return "
     "mk.Loss(mean=loss, count=n) from loss_fn, where n is the divisor of the mean; in a loop of your own, call "
     "trainer.backward(loss, count=n).",
@@ -71,7 +73,7 @@ class SplitVerdict:
         error: Largest relative error of a parameter's gradient when some rows are split.
         modules: Modules in training mode that mix the rows: found at fault, or suspected if ``exact`` is None.
         state: State that a forward changes and that affects the loss: names of buffers and attributes, if they were
-            found.
+            found. If `loss` is ``"rows"``, what the first forward alone sets, from the rows that it gets.
         loss: Any other cause. ``"rows"``: the loss, or the model in evaluation mode too, mixes the rows.
             ``"weights"``: the loss is a mean over something other than rows. ``"sum"``: it is a sum over them.
             ``"state"``: see `state`. ``"hooks"``: hooks on parameters treat the parts of a gradient differently from
@@ -120,6 +122,8 @@ class SplitVerdict:
         kinds = {"modules": [each for each in self.modules if each not in self.mixing], "mixing": self.mixing}
         of_modules = [_ADVICE[kind].format(names=list_some(found)) for kind, found in kinds.items() if found]
         cause: str | None = self.loss
+        if cause == "rows" and self.state:
+            cause = "first"
         if cause == "weights" and self.has_count:
             cause = "not finite" if self.error is not None and math.isinf(self.error) else "counted"
         of_loss = _ADVICE[cause].format(names=names, how=how_to_update(self.state)) if cause else ""

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 from torch import nn
 
@@ -280,14 +280,7 @@ class SplitWatch:
             self._num_uninformative = 0
         because = " (memory ran out, so it was split)" if num_ooms else ""
         if verdict.loss == "rows" and not (forced and self._may_change):
-            self._record(verdict).is_refused = True
-            keep_newest(self._refused_kinds, (*self._key[:3], verdict.kind), None)
-            raise ConfigError(
-                self._call,
-                got=f"{_describe(verdict)} when the batch is split{because}",
-                expected="a loss that adds up over the rows of the batch",
-                fix=verdict.advice,
-            )
+            self._refuse_rows(verdict, because)
         if verdict.exact is None:
             self._report_unchecked(verdict)
         elif verdict.exact and (*self._key[:3], verdict.kind) in self._refused_kinds:
@@ -310,6 +303,17 @@ class SplitWatch:
             verb = "changes" if verdict.exact is False else "may change"
             text = f"{self._call}: splitting the batch{because} {verb} the gradient. {verdict.advice}"
             self.say(text, verdict.advice)
+
+    def _refuse_rows(self, verdict: SplitVerdict, because: str) -> NoReturn:
+        self._record(verdict).is_refused = True
+        if not verdict.state:  # otherwise equal gradients are no accident, but due to a first forward since then
+            keep_newest(self._refused_kinds, (*self._key[:3], verdict.kind), None)
+        raise ConfigError(
+            self._call,
+            got=f"{_describe(verdict)} when the batch is split{because}",
+            expected="a loss that adds up over the rows of the batch",
+            fix=verdict.advice,
+        )
 
     def _note_size(self, verdict: SplitVerdict) -> None:
         """Note whether two parts fitted together: if not, smaller ones are compared once more."""

@@ -285,6 +285,18 @@ def whole_error(model, views, **settings):
     return relative_error(flat_gradient(model), flat_gradient(twin))
 
 
+class FirstMean(nn.Linear):
+    """It sets its bias from its first batch."""
+
+    is_set = False
+
+    def forward(self, x):
+        if not self.is_set:
+            self.bias.data.copy_(-F.linear(x, self.weight).detach().mean(0))
+            self.is_set = True
+        return super().forward(x)
+
+
 class Centering(nn.Module):
     """Subtracts the batch's mean, or divides by its deviation, without a gradient."""
 
@@ -344,6 +356,14 @@ class TestEncodersMixingRows:
         model, x = nn.Sequential(nn.Linear(6, 32), Centering(scales=scales)).double(), make_views()[0]
         with pytest.raises(ConfigError, match="depends on other rows"):
             cached_backward(model, x, lambda e: info_nce((e, e.roll(1, 0))), chunk_size=8)
+
+    def test_an_encoder_that_its_first_forward_sets_has_a_way_out_of_its_own(self):
+        encoder, x = nn.Sequential(FirstMean(6, 32)).double(), make_views()[0]
+        how = {"loss_on_embeddings": lambda e: info_nce((e, e.roll(1, 0))), "chunk_size": 8}
+        with pytest.raises(ConfigError, match=r"Way out: The first forward sets .*0\.bias.* run the model once"):
+            cached_backward(encoder, x, **how)
+        encoder(x)
+        cached_backward(encoder, x, **how)
 
     def test_one_chunk_is_the_whole_batch(self):
         model, views = Tower(nn.BatchNorm1d(32)).double(), make_views()

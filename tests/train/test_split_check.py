@@ -5,6 +5,7 @@ import ctypes
 import random
 import warnings
 import weakref
+from functools import partial
 
 import numpy as np
 import pytest
@@ -560,6 +561,63 @@ def test_names_buffers_and_counts_changed_by_forward(name, state):
     verdict = check_split(*case(name))
     assert f"traits.0.{state}" in verdict.state
     assert f"traits.0.{state}" in verdict.advice
+
+
+def copy_into(parameter, value):
+    parameter.data.copy_(value)
+
+
+def give_other_data(parameter, value):
+    parameter.data = value
+
+
+class ActNorm(nn.Module):
+    """Glow's: the first forward sets its parameters from the rows."""
+
+    def __init__(self, write=copy_into, *, only_in_training=False):
+        super().__init__()
+        self.loc, self.scale = nn.Parameter(torch.zeros(8)), nn.Parameter(torch.ones(8))
+        self.is_set, self.write, self.only_in_training = False, write, only_in_training
+
+    def forward(self, x):
+        if not self.is_set and (self.training or not self.only_in_training):
+            self.write(self.loc, -x.detach().mean(0))
+            self.write(self.scale, 1 / (x.detach().std(0) + 1e-6))
+            self.is_set = True
+        return self.scale * (x + self.loc)
+
+
+@pytest.mark.parametrize(
+    ("layers", "modules"),
+    [
+        ([ActNorm], ()),
+        ([partial(ActNorm, give_other_data)], ()),
+        ([partial(ActNorm, only_in_training=True)], ()),
+        ([ActNorm, partial(nn.BatchNorm1d, 8)], ("2",)),
+    ],
+)
+def test_names_parameters_that_the_first_forward_sets(layers, modules):
+    model, x = net(*(make() for make in layers)).double(), torch.randn(ROWS, 6).double()
+    before = copy.deepcopy(model.state_dict())
+    verdict = check_split(model, x, mean_square)
+    assert (verdict.exact, verdict.loss, verdict.modules) == (False, "rows", modules)
+    assert verdict.state == ("1.is_set", "1.loc", "1.scale")
+    assert "run the model once on a whole batch before training" in verdict.advice
+    assert not model[1].is_set
+    assert_same(model.state_dict(), before)
+    model(x)
+    assert check_split(model, x, mean_square).modules == modules
+    assert check_split(model, x, mean_square).exact is not bool(modules)
+
+
+def test_a_split_that_was_refused_for_its_first_forward_is_not_doubted_after_it():
+    model, x = net(ActNorm()), torch.randn(ROWS, 6)
+    trainer = mk.MemoryEfficientTrainingWrapper(model, torch.optim.Adam(model.parameters()), accumulation_steps=2)
+    with pytest.raises(mk.errors.ConfigError, match=r"first forward sets 1\.is_set, 1\.loc, 1\.scale"):
+        trainer.train_step(x, mean_square)
+    with torch.no_grad():
+        model(x)
+    trainer.train_step(x, mean_square)  # without a warning
 
 
 class OfLoss(nn.Module):
