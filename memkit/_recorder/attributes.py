@@ -16,7 +16,7 @@ import sys
 import types
 import weakref
 import zlib
-from collections.abc import Container, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeGuard
 
@@ -522,10 +522,29 @@ class Attributes:
 
     def buffers(self) -> Iterator[HeldBuffer]:
         """Yield the buffers of the modules."""
+        shown = self._shown()
         for owner, _ in self._owners:
             for name, _ in owner.named_buffers(recurse=False) if isinstance(owner, nn.Module) else ():
-                place = self._names.get(id(owner), type(owner).__name__)
-                yield HeldBuffer(f"{place}.{name}" if place else name, owner, name)
+                yield HeldBuffer(shown(owner, name), owner, name)
+
+    def _shown(self) -> Callable[[object, str], str]:
+        """Return a function of an owner and its member's name: the member's name for people.
+
+        That of a module of the roots begins with its path; others, such as those of a network that the loss function
+        holds, are told with their path in the outermost module, and its class.
+        """
+        outside = [each for each, _ in self._owners if isinstance(each, nn.Module) and id(each) not in self._names]
+        inner = {id(child) for each in outside for child in each.children()}
+        tops = [each for each in outside if id(each) not in inner]
+        paths = {id(each): (path, type(top).__name__) for top in tops for path, each in top.named_modules()}
+
+        def shown(owner: object, name: str) -> str:
+            if id(owner) in self._names:
+                return f"{self._names[id(owner)]}.{name}".removeprefix(".")
+            path, of = paths.get(id(owner), ("", type(owner).__name__))
+            return f"{path}.{name} of {of}" if path else f"{of}.{name}"
+
+        return shown
 
     def changed_gradients(self, written: set[int]) -> list[HeldGradient]:
         """Return the gradients, of those that are restored, that are others now or whose storage was written to."""
@@ -534,21 +553,20 @@ class Attributes:
             storage = storage_of(parameter.grad) if parameter.grad is not None else None
             if parameter.grad is not before or (storage is not None and storage_key(storage) in written):
                 changed[id(parameter)] = parameter
-        names: dict[int, str] = {}
+        names, shown = dict[int, str](), self._shown()
         for owner, _ in self._owners if changed else ():
             for name, each in owner.named_parameters(recurse=False) if isinstance(owner, nn.Module) else ():
-                place = self._names.get(id(owner), type(owner).__name__)
-                names[id(each)] = f"{place}.{name}" if place else name
+                names[id(each)] = shown(owner, name)
         return [HeldGradient(f"the gradient of {names.get(key, 'a tensor')}", each) for key, each in changed.items()]
 
     def changed(self, written: set[int]) -> list[str]:
         """Return the names of module members that have changed, or whose storage was written to."""
-        names: dict[str, None] = {}
+        names, shown = dict[str, None](), self._shown()
         arrays = {id(held.array) for held in self._arrays if held.has_changed()}
         copies = {id(container): copy for container, copy in self._containers}
         moved = {id(held.tensor) for held in self._tensors if not held.is_there}  # by `tensor.data = other`
         for owner, attributes in self._owners:
-            place, now = self._names.get(id(owner), type(owner).__name__), self._attributes_of(owner)
+            now = self._attributes_of(owner)
             # The dict of a module's buffers is the same object, whatever is in it.
             members = {name: attributes[name] for name in (BUFFERS, PARAMETERS) if name in attributes}
             before = members_of(attributes | {name: copies.get(id(each), each) for name, each in members.items()})
@@ -556,12 +574,12 @@ class Attributes:
             for name in recomputed_by_hooks(owner) if isinstance(owner, nn.Module) else ():
                 after.pop(name, None)  # another object after each forward, but no state
             written_arrays = [name for name, value in attributes.items() if id(value) in arrays]
-            names |= dict.fromkeys(f"{place}.{name}" if place else name for name in written_arrays)
+            names |= dict.fromkeys(shown(owner, name) for name in written_arrays)
             for name, value in after.items():
                 storage = storage_of(value) if isinstance(value, Tensor) else None
                 is_written = id(value) in moved or (storage is not None and storage_key(storage) in written)
                 if is_written or (name in before and before[name] is not value and not name.startswith("_")):
-                    names[f"{place}.{name}" if place else name] = None
+                    names[shown(owner, name)] = None
         names |= dict.fromkeys(f"the variable {each.name}" for each in self._variables if each.has_changed())
         return list(names)
 

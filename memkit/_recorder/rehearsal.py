@@ -219,7 +219,7 @@ class Rehearsal:
             known = any(each.hold(found) for each in (self._attributes, *self._found))
             if not known and threading.get_ident() == thread:
                 with outside_transforms():  # inside of torch.func.grad, copies would be wrappers without a storage
-                    self._found.append(self._attributes_of([found]))
+                    self._found.append(self._attributes_of([[found]]))  # no root: it is told with its class
 
         hooks = [register_optimizer_step_pre_hook(notice)]
         # A compiled module would be compiled again, for the hook.
@@ -297,10 +297,7 @@ class Rehearsal:
         found, written = list[HeldBuffer](), self._written()
         for held in (self._attributes, *self._found):
             names = set(held.changed(written))
-            changed = [each for each in held.buffers() if each.shown in names]
-            if held is not self._attributes:
-                changed = [each._replace(shown=f"{type(each.owner).__name__}.{each.name}") for each in changed]
-            found += changed
+            found += [each for each in held.buffers() if each.shown in names]
         return found
 
     def changed_gradients(self) -> list[HeldGradient]:

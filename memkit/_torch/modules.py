@@ -30,7 +30,6 @@ __all__ = [
     "apply_to",
     "buffers_of",
     "children_of",
-    "has_spectral_norm",
     "is_compiled",
     "is_compiled_wrapper",
     "loads_as_torch_does",
@@ -38,6 +37,7 @@ __all__ = [
     "parameters_of",
     "recomputed_by_hooks",
     "rnn_functions",
+    "spectral_norms_among",
     "training_flags",
     "unsaved_buffers_of",
 ]
@@ -146,9 +146,16 @@ def recomputed_by_hooks(module: nn.Module) -> set[str]:
     return names | {FLAT_WEIGHTS, "_flat_weight_refs"} if names else names
 
 
-def has_spectral_norm(buffers: Iterable[str]) -> bool:
-    """Return whether any of these names is that of a spectral norm's vector, by parametrization or by hook."""
-    return any(name.endswith(("._u", "._v", "weight_u", "weight_v")) for name in buffers)
+_VECTORS = {"parametrization": ("._u", "._v"), "hook": ("weight_u", "weight_v")}
+
+
+def spectral_norms_among(buffers: Iterable[str]) -> list[str]:
+    """Return the forms of spectral norm, of ``"parametrization"`` and ``"hook"``, whose vectors have these names.
+
+    A name may be followed by the class of the network: ``"0.weight_u of Discriminator"``.
+    """
+    names = [name.partition(" ")[0] for name in buffers]
+    return [form for form, ends in _VECTORS.items() if any(name.endswith(ends) for name in names)]
 
 
 FLAT_WEIGHTS = "_flat_weights"

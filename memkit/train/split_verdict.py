@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from memkit._core.printable import list_some
-from memkit._torch.modules import has_spectral_norm
+from memkit._torch.modules import spectral_norms_among
 from memkit.train.divisors import NORMS_OF_A_ROW, SUM_IS_AVERAGED
 
 _ADVICE = {
@@ -53,15 +53,18 @@ _ADVICE = {
 }
 
 
+_SPECTRAL_NORMS = {
+    "parametrization": "a layer in torch.nn.utils.parametrizations.spectral_norm, before each step: "
+    "layer.parametrizations.train(); layer.weight; layer.parametrizations.eval()",
+    "hook": "layers in torch.nn.utils.spectral_norm, before each step: layer.train() on each; with torch.no_grad(): "
+    "network(x[:1]), a forward of any row; layer.eval() on each",
+}
+
+
 def how_to_update(state: Iterable[str]) -> str:
     """Return when to update state that forwards change, so that each step changes it once."""
-    how = "once per step, outside of forward"
-    if not has_spectral_norm(state):
-        return how
-    return (
-        f"{how} (a layer in torch.nn.utils.parametrizations.spectral_norm, before each step: "
-        "layer.parametrizations.train(); layer.weight; layer.parametrizations.eval())"
-    )
+    how, ways = "once per step, outside of forward", [_SPECTRAL_NORMS[form] for form in spectral_norms_among(state)]
+    return f"{how} ({'; '.join(ways)})" if ways else how
 
 
 @dataclass(frozen=True, slots=True)

@@ -536,14 +536,56 @@ def test_detects_changing_state_in_the_gradient(kind, state):
     assert vars(getattr(model, "moments", model)) == before[1]
 
 
-@pytest.mark.parametrize("normalize", [nn.utils.spectral_norm, nn.utils.parametrizations.spectral_norm])
-def test_tells_how_to_update_a_spectral_norm_once_per_step(normalize):
+BY_PARAMETRIZATION = "layer.parametrizations.train(); layer.weight; layer.parametrizations.eval()"
+BY_A_ROW = "with torch.no_grad(): network(x[:1])"
+
+
+@pytest.mark.parametrize(
+    ("normalize", "how", "other"),
+    [
+        (nn.utils.parametrizations.spectral_norm, BY_PARAMETRIZATION, BY_A_ROW),
+        (nn.utils.spectral_norm, BY_A_ROW, BY_PARAMETRIZATION),
+    ],
+)
+def test_tells_how_to_update_a_spectral_norm_once_per_step(normalize, how, other):
     layer, x = normalize(nn.Linear(6, 5)), torch.randn(ROWS, 6)
     verdict = check_split(nn.Sequential(layer), x, mean_square)
-    how = "layer.parametrizations.train(); layer.weight; layer.parametrizations.eval()"
     assert (verdict.exact, verdict.loss) == (False, "state")
     assert how in verdict.advice
+    assert other not in verdict.advice
     assert how not in check_split(Center(), x, lambda model, x: (model(x) - 0.3).pow(2).mean()).advice
+
+
+def test_a_spectral_norm_of_a_network_that_the_loss_runs_is_named_with_its_place():
+    critic, x = nn.ModuleDict({"body": nn.Sequential(nn.utils.spectral_norm(nn.Linear(6, 5)))}), torch.randn(ROWS, 6)
+    verdict = check_split(nn.Linear(6, 6), x, lambda model, x: critic["body"](model(x)).square().mean())
+    assert verdict.loss == "state"
+    assert set(verdict.state) == {"body.0.weight_u of ModuleDict", "body.0.weight_v of ModuleDict"}
+    assert BY_A_ROW in verdict.advice
+
+
+def test_spectral_norms_by_hooks_that_a_row_updates_have_the_training_of_the_whole():
+    torch.manual_seed(0)
+    plain = net()
+    for each in (plain[0], plain[-1]):
+        nn.utils.spectral_norm(each)
+    plain = plain.double()
+    split, batches = copy.deepcopy(plain), torch.randn(5, ROWS, 6).double()
+    optimizers = [torch.optim.Adam(each.parameters(), lr=0.01) for each in (plain, split)]
+    layers = [each for each in split.modules() if hasattr(each, "weight_u")]
+    trainer = MemoryEfficientTrainingWrapper(split, optimizers[1], accumulation_steps=3, probe="require")
+    for x in batches:
+        for each in layers:
+            each.train()
+        with torch.no_grad():
+            split(x[:1])
+        for each in layers:
+            each.eval()
+        trainer.train_step(x, mean_square)
+        mean_square(plain, x).backward()
+        optimizers[0].step()
+        optimizers[0].zero_grad()
+    assert_same(split.state_dict(), plain.state_dict(), 1e-12)
 
 
 def test_a_spectral_norm_that_is_updated_once_per_step_may_be_split():
