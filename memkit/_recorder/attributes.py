@@ -47,6 +47,7 @@ from memkit._torch.tensors import (
     accumulate_hooks,
     as_integers,
     bit_sums,
+    has_storage,
     hooks_of,
     is_view,
     leaf_gradient,
@@ -559,6 +560,56 @@ class Attributes:
                 names[id(each)] = shown(owner, name)
         return [HeldGradient(f"the gradient of {names.get(key, 'a tensor')}", each) for key, each in changed.items()]
 
+    def changed_numbers(self, written: set[int], *, is_by_class: bool = False) -> list[HeldNumber]:
+        """Return the floating-point numbers, outside of buffers and parameters, that have changed in their places.
+
+        A tensor or an array that stood there with another shape is left out: it has a row for each of a batch.
+
+        Args:
+            written: Keys of the storages that were written to.
+            is_by_class: Whether places are named by the class of their module, not by its name in the root.
+        """
+        arrays = {id(held.array) for held in self._arrays if held.has_changed()}
+        found: list[HeldNumber] = []
+        for shown, before, read in self._places(is_by_class=is_by_class):
+            now = read()
+            is_written = (has_storage(now) and storage_key(now.untyped_storage()) in written) or id(now) in arrays
+            if now is before and not is_written:
+                continue
+            then, floats = _floats_of(before), _floats_of(now)
+            if floats is not None and (before is None or (then is not None and then.shape == floats.shape)):
+                found.append(HeldNumber(shown, read))
+        return found
+
+    def _places(self, *, is_by_class: bool) -> Iterator[tuple[str, Any, Callable[[], Any]]]:
+        """Yield the places in attributes, variables, lists and dicts: names for people, what stood there, what stands.
+
+        Left out are items of a deque, which move up, and new ones of a list, or of a dict by words: a log has them.
+        """
+        homes: dict[int, str] = {}  # of lists and dicts, which come after those that hold them
+        members: set[int] = set()
+        for owner, attributes in self._owners:
+            kind = type(owner).__name__
+            place = kind if is_by_class else self._names.get(id(owner), kind)
+            if isinstance(owner, nn.Module):
+                members |= {id(attributes.get(name)) for name in (BUFFERS, PARAMETERS)}
+            for name, value in (dict.fromkeys(self._attributes_of(owner)) | attributes).items():
+                shown = f"{place}.{name}" if place else name
+                homes.setdefault(id(value), shown)
+                yield shown, value, functools.partial(_attribute, owner, name)
+        for variable in self._variables:
+            shown = f"the variable {variable.name}"
+            homes.setdefault(id(variable.value), shown)
+            yield shown, variable.value, functools.partial(getattr, variable, "now")
+        for container, copy in self._containers:
+            if isinstance(container, (list, dict)) and len(copy) <= _MAX_ITEMS and id(container) not in members:
+                home = homes.get(id(container), f"a {type(container).__name__}")
+                before = dict(enumerate(copy)) if isinstance(copy, list) else copy
+                added = [] if isinstance(copy, list) else [each for each in container if type(each) not in _WORDS]
+                for key, value in (dict.fromkeys(added) | before).items():
+                    homes.setdefault(id(value), home)
+                    yield home, value, functools.partial(_item, container, key)
+
     def changed(self, written: set[int]) -> list[str]:
         """Return the names of module members that have changed, or whose storage was written to."""
         names, shown = dict[str, None](), self._shown()
@@ -635,6 +686,18 @@ class HeldGradient(NamedTuple):
     def now(self) -> Tensor | None:
         """Its tensor."""
         return self.parameter.grad
+
+
+class HeldNumber(NamedTuple):
+    """A place that holds a floating-point number, or a tensor or an array of them: its name for people."""
+
+    shown: str
+    read: Callable[[], Any]
+
+    @property
+    def now(self) -> Tensor | None:
+        """The present number, as a tensor; None if there is none."""
+        return _floats_of(self.read())
 
 
 @dataclass(slots=True)
@@ -924,6 +987,28 @@ def _values_in(container: Any) -> Iterator[HeldValue]:
         return
     for key, each in container.items() if isinstance(container, dict) else enumerate(container):
         yield HeldValue(container, key, f"{kind}[{key!r}]", each)
+
+
+def _floats_of(value: Any) -> Tensor | None:
+    """Return a small value's floating-point numbers as a tensor; None if it has others, or none."""
+    if has_storage(value):
+        return value.detach() if value.is_floating_point() and value.nbytes <= _SMALL_BYTES else None
+    if not isinstance(value, (float, np.floating, np.ndarray)):
+        return None
+    array = np.asarray(value)
+    return (
+        torch.tensor(array, dtype=torch.float64) if array.dtype.kind == "f" and array.nbytes <= _SMALL_BYTES else None
+    )
+
+
+def _attribute(owner: object, name: str) -> Any:
+    return attributes_of(owner).get(name)
+
+
+def _item(container: Any, key: Any) -> Any:
+    if isinstance(container, dict):
+        return container.get(key)
+    return container[key] if key < len(container) else None
 
 
 def fingerprint_of(value: Any) -> tuple[object, object] | None:

@@ -27,7 +27,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from memkit._machine import random_state
-from memkit._recorder.attributes import Attributes, HeldBuffer, HeldGradient, storage_of
+from memkit._recorder.attributes import Attributes, HeldBuffer, HeldGradient, HeldNumber, storage_of
 from memkit._recorder.ranked import SELECTING, RowLimit, limit_not_reached, values_of_rows
 from memkit._torch import aten
 from memkit._torch.compiler import eagerly
@@ -304,6 +304,14 @@ class Rehearsal:
         """Return the gradients that these runs have left in ``.grad``, of modules that the roots do not hold too."""
         written = self._written()
         return [each for held in (self._attributes, *self._found) for each in held.changed_gradients(written)]
+
+    def changed_numbers(self) -> list[HeldNumber]:
+        """Return the floating-point numbers outside of buffers that these runs have changed."""
+        written = self._written()
+        found = self._attributes.changed_numbers(written)
+        for held in self._found:
+            found += held.changed_numbers(written, is_by_class=True)
+        return found
 
     def _written(self) -> set[int]:
         """Return the keys of the storages whose content differs."""

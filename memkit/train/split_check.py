@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from memkit._core.words import guided
 from memkit._gradients.loss import Loss, LossFn, call_loss_fn, check_loss_fn
 from memkit._gradients.streamed import without_hooks
 from memkit._machine.devices import host_memory, release_cached_memory
-from memkit._recorder.attributes import HeldBuffer, HeldGradient
+from memkit._recorder.attributes import HeldBuffer, HeldGradient, HeldNumber
 from memkit._recorder.ranked import RowLimit
 from memkit._recorder.rehearsal import Rehearsal, Span
 from memkit._recovery.attempt import Done, attempt
@@ -46,6 +46,7 @@ _MOST_ROUNDED = 4
 _CLEAR = 1e-2  # relative error of a parameter that is hardly rounding
 _SMALL_BYTES = 2**20  # of a buffer that is compared
 _BUFFER_TOLERANCE = 1e-3
+_ROUNDED = 4  # units in the last place by which a buffer may differ
 _LOSS_TOLERANCE = 1e-3  # of the losses of more rows than gradients were compared of
 _FEWEST_TELLING = 3  # rows whose gradient shows whether a loss compares rows
 _OTHER_LOSS = (
@@ -87,6 +88,9 @@ _UNEVEN = (
     "the losses of the parts were divided by numbers that are not in proportion to their sizes (valid tokens, class "
     "weights), and the rows that were checked do not show why"
 )
+
+_Held = HeldBuffer | HeldGradient | HeldNumber
+_State = tuple[_Held, Tensor]  # with its value at one instant
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +155,8 @@ class Examination:
         self._in_full_precision = how.is_mixed() or 0 < _half_bytes(model) <= _MAX_HALF_BYTES
         self._suspects = scan_modules(model)
         self._roots = [model, *roots]
-        self._left: tuple[str, ...] = ()  # buffers with other values after the parts
+        self._left: tuple[str, ...] = ()  # buffers and statistics with other values after the parts
+        self._shown_only: set[str] = set()  # what was found to be no statistic
         self._prepare: Callable[[], None] = _leave
         self._failure, self._is_uneven, self._scale = "", is_uneven, float(how.scale())
         self._not_finite = _NOT_FINITE
@@ -403,7 +408,7 @@ class Examination:
                 return SplitVerdict(exact=False, modules=self._suspects)
             return self._not_checked()
         together, separate = found
-        self._left = self._left or self._differing(after_whole)
+        yield from self._note_left(after_whole)
         if not self._is_close(*errors_of(whole, together)) and (yield from self._is_unrepeatable(whole)):
             return self._not_checked(_UNREPEATABLE)
         error, is_equal = yield from self._weigh(whole, together)
@@ -413,23 +418,45 @@ class Examination:
             return (yield from self._judge_losses(whole, separate, error))
         return (yield from self._judge_unequal(parts, whole, separate, error))
 
-    def _written_state(self) -> list[tuple[HeldBuffer | HeldGradient, Tensor]]:
-        """Return the small buffers, and gradients of others, that the last runs have written, copied.
+    def _written_state(self) -> list[_State]:
+        """Return the small state beside the gradients compared that the last runs have written, copied.
 
-        Also those of a criterion outside of the model; a critic's gradients are others', where loss_fn runs its
-        backward too.
+        That is: buffers, also those of a criterion outside of the model; statistics that are kept elsewhere; and
+        gradients of others, such as a critic's where loss_fn runs its backward too.
         """
         own = set(map(id, self._trained()))
-        written: list[HeldBuffer | HeldGradient] = [*self._rehearsal.changed_buffers()]
+        written: list[_Held] = [*self._rehearsal.changed_buffers()]
+        written += self._rehearsal.changed_numbers()
         written += [each for each in self._rehearsal.changed_gradients() if id(each.parameter) not in own]
-        return [
-            (each, each.now.detach().clone())
-            for each in written
-            if each.now is not None and each.now.is_floating_point() and each.now.nbytes <= _SMALL_BYTES
-        ]
+        return _copied(written)
 
-    def _differing(self, after_whole: Sequence[tuple[HeldBuffer | HeldGradient, Tensor]]) -> tuple[str, ...]:
-        return tuple(each.shown for each, then in after_whole if not _is_about(each.now, then))
+    def _note_left(self, after_whole: Sequence[_State]) -> Attempts:
+        """Note the state that the parts leave with other values than the whole.
+
+        Outside of buffers stand also values that were last seen and are only displayed (a loss, a map of attention),
+        and times. So of these only a statistic counts: one that depends on the parts before the last one, and that the
+        same rows, run again, leave as it was.
+        """
+        if self._left:
+            return
+        differing = [(each, then) for each, then in after_whole if not _is_about(each.now, then)]
+        numbers: dict[_Held, Tensor] = {
+            each: then
+            for each, then in differing
+            if isinstance(each, HeldNumber) and each.shown not in self._shown_only
+        }
+        self._shown_only |= {each.shown for each in numbers}
+        after_parts = dict(_copied(numbers))
+        # A cache for the rows of a run has their shape.
+        numbers = {each: numbers[each] for each, now in after_parts.items() if now.shape == numbers[each].shape}
+        if numbers:
+            yield from self._run_last_apart()
+            numbers = {each: then for each, then in numbers.items() if not _is_about(each.now, after_parts[each])}
+        if numbers:
+            yield from self._run_whole()
+            numbers = {each: then for each, then in numbers.items() if _is_about(each.now, then)}
+        left = [each for each, _ in differing if not isinstance(each, HeldNumber) or each in numbers]
+        self._left = tuple(dict.fromkeys(each.shown for each in left))
 
     def _judge_losses(self, whole: PartGradient, separate: list[PartGradient], error: float) -> Attempts:
         """If gradients are equal but losses are not, find out whether forwards change state.
@@ -524,6 +551,12 @@ class Examination:
             gradients.append(gradient)
             start += size
         return gradients, names
+
+    def _run_last_apart(self) -> Attempts:
+        """Run the last part from the batch's initial state."""
+        number = len(self._where.parts) - 1
+        part, size = self._where.parts[-1]
+        return (yield from self._run(part, size, self._span(self._where.size - size, size, number)))
 
     def _take(self, loss: Loss, size: int, *, is_whole: bool) -> PartGradient:
         """Run backward and return its gradient, sketching each parameter's as soon as backward has it."""
@@ -992,10 +1025,21 @@ def _power_of_two(weight: float) -> float:
     return 2.0 ** math.ceil(math.log2(weight)) if 0 < weight < math.inf else 1.0
 
 
+def _copied(state: Iterable[_Held]) -> list[_State]:
+    """Return those of the state that are small tensors of floating-point numbers now, with copies of these."""
+    values = [(each, each.now) for each in state]
+    return [
+        (each, now.detach().clone())
+        for each, now in values
+        if now is not None and now.is_floating_point() and now.nbytes <= _SMALL_BYTES
+    ]
+
+
 def _is_about(now: Tensor | None, then: Tensor) -> bool:
     if now is None or now.shape != then.shape:
         return False
-    return torch.allclose(now, then, rtol=_BUFFER_TOLERANCE, atol=1e-6, equal_nan=True)
+    rounding = _ROUNDED * torch.finfo(then.dtype).eps  # outside of buffers, half precision stays so in float32
+    return torch.allclose(now.to(then), then, rtol=max(_BUFFER_TOLERANCE, rounding), atol=1e-6, equal_nan=True)
 
 
 def _leave() -> None:

@@ -90,9 +90,9 @@ class SplitVerdict:
         is_uninformative: Whether the gradient of the checked rows is zero or not finite; another batch may show more.
         has_branches: Whether Python branches on values of tensors, so that another batch may take another path.
         kind: The operators from the loss down to its reductions; they distinguish one loss from another.
-        buffers: Buffers that the parts leave with other values than the whole batch, and gradients of other networks
-            whose backward the loss function runs itself. The gradient of this batch does not depend on them, but what
-            the training does with them later may.
+        buffers: Buffers that the parts leave with other values than the whole batch, statistics that are kept outside
+            of buffers, and gradients of other networks whose backward the loss function runs itself. The gradient of
+            this batch does not depend on them, but what the training does with them later may.
         has_count: Whether the loss comes with a count.
         mixing: Those of `modules` that do not look like a normalization.
         has_weights: Whether the rows that were checked have constant weights in the loss, and these differ.

@@ -1,10 +1,12 @@
 """The wrapper's step, the loop that is kept and SplitLoss check what they split, when it matters, and say it once."""
 
+import collections
 import functools
 import itertools
 import warnings
 from dataclasses import InitVar, dataclass, field
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -548,6 +550,136 @@ def test_buffers_of_a_criterion_are_told_of_like_the_models(is_method):
 
     with pytest.warns(mk.errors.MemkitWarning, match=r"not what forward writes to Centered\.last: each micro-batch"):
         step()
+
+
+class Keeper:
+    """Keeps what a forward leaves, each kind in another place, as hooks and optimizers do."""
+
+    def __init__(self):
+        self.mean, self.norm, self.array, self.calls = torch.zeros(4), 0.5, np.zeros(4), 0
+        self.lazy, self.seconds, self.cache = None, 0.0, torch.zeros(4, 4)
+        self.by_module, self.by_name, self.log, self.lines = {}, {"mean": torch.zeros(4)}, {}, [0.5]
+        self.window, self.clock = collections.deque([0.5] * 2, maxlen=2), itertools.count(1)
+
+    def __call__(self, module, inputs):
+        value = inputs[0].detach().square().mean(0)
+        getattr(self, f"keep_{self.kind}")(module, value, inputs[0].detach())
+        self.calls += 1
+
+    def keep_attribute(self, _, value, __):
+        self.mean = 0.5 * self.mean + value
+
+    def keep_in_place(self, _, value, __):
+        self.mean.mul_(0.5).add_(value)
+
+    def keep_number(self, _, value, __):
+        self.norm = 0.5 * self.norm + float(value.sum())
+
+    def keep_array(self, _, value, __):
+        self.array = 0.5 * self.array + value.numpy()
+
+    def keep_item(self, _, value, __):
+        self.by_name["mean"] = 0.5 * self.by_name["mean"] + value
+
+    def keep_begun(self, _, value, __):
+        self.lazy = value if self.lazy is None else 0.5 * self.lazy + value
+
+    def keep_begun_item(self, module, value, _):
+        self.by_module[module] = 0.5 * self.by_module[module] + value if module in self.by_module else value
+
+    def keep_last(self, _, value, rows):
+        self.norm, self.mean, self.lazy = float(value.sum()), value, rows
+
+    def keep_logs(self, _, value, __):
+        self.log[self.calls] = float(value.sum())
+        self.lines.append(float(value.sum()))
+        self.window.append(float(value.sum()))
+
+    def keep_sum(self, _, __, rows):
+        self.mean = self.mean + rows.sum(0)  # all rows add the same, in whatever parts
+
+    def keep_time(self, _, __, ___):
+        self.seconds += next(self.clock)
+
+    def keep_cache(self, _, __, rows):
+        if len(rows) != len(self.cache):
+            self.cache = torch.ones(len(rows), 4)
+
+
+@pytest.mark.parametrize(
+    ("kind", "shown"),
+    [
+        ("attribute", "Keeper.mean"),
+        ("in_place", "Keeper.mean"),
+        ("number", "Keeper.norm"),
+        ("array", "Keeper.array"),
+        ("item", "Keeper.by_name"),
+        ("begun", "Keeper.lazy"),
+        ("begun_item", "Keeper.by_module"),
+        *((kind, "") for kind in ("last", "logs", "sum", "time", "cache")),
+    ],
+)
+def test_statistics_outside_of_buffers_are_told_of_and_no_others(kind, shown):
+    torch.manual_seed(0)
+    model, keeper, x = nn.Linear(4, 4), Keeper(), torch.randn(16, 4)
+    keeper.kind = kind
+    model.register_forward_pre_hook(keeper)
+    x *= torch.arange(1, 17)[:, None]
+    verdict = check_split(model, x, mean_square)
+    assert (verdict.exact, verdict.buffers) == (True, (shown,) if shown else ())
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        trainer = trainer_of(model, accumulation_steps=4)
+        for _ in range(2):
+            trainer.train_step(x, mean_square)
+    assert len(told) == bool(shown)
+    assert not shown or f"not what forward writes to {shown}: each micro-batch writes its own" in str(told[0].message)
+
+
+class Preconditioned(torch.optim.SGD):
+    """Keeps, as K-FAC does, statistics that its hooks take of each forward and backward, with its moments."""
+
+    def __init__(self, model):
+        super().__init__(model.parameters(), 0.1)
+        self.inputs, self.gradients = {}, {}
+        model.register_forward_pre_hook(lambda module, inputs: self.take(self.inputs, module, inputs))
+        model.register_full_backward_hook(lambda module, _, gradients: self.take(self.gradients, module, gradients))
+
+    def take(self, kept, module, rows):
+        value = rows[0].detach().square().mean(0)
+        kept[module] = 0.5 * kept.get(module, 1.0) + value
+
+
+def test_statistics_of_hooks_are_told_of_where_memory_cuts_the_batch():
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    optimizer, fails = Preconditioned(model), itertools.count()
+
+    def loss_fn(model, x):
+        if next(fails) == 0:
+            out_of_memory()
+        return mean_square(model, x)
+
+    trainer = mk.MemoryEfficientTrainingWrapper(model, optimizer)
+    with pytest.warns(mk.MemkitWarning, match=r"it was split\) keeps its gradient, but not .*Preconditioned.inputs"):
+        trainer.train_step((torch.randn(8, 4) * torch.arange(1, 9)[:, None]).requires_grad_(), loss_fn)
+
+
+def test_only_runs_that_leave_other_state_are_checked_further():
+    """The last part apart, for what is shown; the whole again too, for a statistic."""
+    counts = []
+    for kind in ("sum", "last", "attribute"):
+        model, keeper, calls = nn.Linear(4, 4), Keeper(), Noted()
+        keeper.kind = kind
+        model.register_forward_pre_hook(keeper)
+
+        def loss_fn(model, x, calls=calls):
+            calls.append(len(x))
+            return mean_square(model, x)
+
+        check_split(model, torch.randn(8, 4) * torch.arange(1, 9)[:, None], loss_fn)
+        counts.append(len(calls.take()))
+    assert [each - counts[0] for each in counts] == [0, 1, 2]
 
 
 @pytest.mark.parametrize("counts", [False, True])
