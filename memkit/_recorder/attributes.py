@@ -327,8 +327,12 @@ class Attributes:
         self._arrays.append(held)
         return list(value.flat) if held.is_list and value.size <= _MAX_ITEMS else ()
 
-    def restore(self) -> None:
-        """Restore all attributes that have changed."""
+    def restore(self, restored: Container[int] = ()) -> None:
+        """Restore all attributes that have changed.
+
+        Args:
+            restored: Ids of tensors whose content somebody else has restored.
+        """
         for container, copy in self._containers:
             _refill(container, copy)
         for owner, attributes in self._owners:
@@ -343,7 +347,9 @@ class Attributes:
         for leaf, is_trained in self._leaves:
             _drop_graph(leaf, is_trained=is_trained)
         lost = [tuple(held.array.shape) for held in self._arrays if not held.restore()]
-        lost += [tuple(held.tensor.shape) for held in self._tensors if not held.restore()]
+        lost += [
+            tuple(held.tensor.shape) for held in self._tensors if not (held.restore() or id(held.tensor) in restored)
+        ]
         if lost:
             shapes = list_some(list(dict.fromkeys(map(str, lost))), 3)
             warn_user(
@@ -426,11 +432,14 @@ class Attributes:
             for generator, state in self._generators
         )
 
-    def differences(self) -> list[str]:
+    def differences(self, restored: Container[int] = ()) -> list[str]:
         """Return what has changed, in words: attributes by their names, and how many other things.
 
         Numbers and words that were appended to a list do not count: that is how a loss is written down. Nor do new keys
         of a dict, as of a cache.
+
+        Args:
+            restored: Ids of tensors whose content somebody else has restored: their versions still tell of the writes.
         """
         names, num_others, tensors = dict[str, None](), 0, dict[int, str]()
         for owner, attributes in self._owners:
@@ -442,7 +451,8 @@ class Attributes:
             tensors |= {id(each): f"{kind}.{name}" for name, each in attributes.items() if type(each) is np.ndarray}
         names |= dict.fromkeys(f"the variable {each.name}" for each in self._variables if each.has_changed())
         num_others += sum(not (_is_same(*pair) or _is_written_down(*pair)) for pair in self._containers)
-        changed = [tensors.get(id(held.tensor), "") for held in self._tensors if held.has_changed()]
+        written = [held.tensor for held in self._tensors if id(held.tensor) not in restored and held.has_changed()]
+        changed = [tensors.get(id(each), "") for each in written]
         changed += [tensors.get(id(held.array), "") for held in self._arrays if held.has_changed()]
         names |= dict.fromkeys(filter(None, changed))
         num_others += changed.count("")

@@ -477,6 +477,11 @@ class AttributeStates:
         """Memory of the copies of tensors."""
         return sum(kept.nbytes for _, _, kept in self._tensors if kept is not None)
 
+    @property
+    def restored(self) -> set[int]:
+        """Ids of the tensors whose content `restore` restores."""
+        return {id(each) for each, _, kept in self._tensors if kept is not None}
+
     def plainly_differ(self) -> bool:
         """Return whether an attribute has changed, other than by a write to a tensor."""
         return self._attributes.differ()
@@ -627,20 +632,24 @@ class Rollback:
             held.restore_modules(self._watch.owners)
             if is_rerun:
                 what = f"tensors of a {type(module).__name__} outside of the model"
-                self._watch.tell_of_held(held.differences(), what)
+                self._watch.tell_of_held(held.differences(self._restored), what)
         if (self._is_trial or is_rerun) and self._has_moved_trained():
             self._watch.tell_of_trained(is_trial=self._is_trial)
+
+    @property
+    def _restored(self) -> set[int]:
+        return set() if self.attributes is None else self.attributes.restored
 
     def _has_moved_trained(self) -> bool:
         return any(_content_mark(each) != mark for each, mark in self._trained)
 
     def _restore_held(self, held: Attributes, *, is_rerun: bool) -> None:
         if self._is_trial:
-            held.restore()
+            held.restore(self._restored)
             return
         held.restore_modules(self._watch.owners)
         if is_rerun:  # the state of networks is back: what differs still is not theirs
-            self._watch.tell_of_held(held.differences())
+            self._watch.tell_of_held(held.differences(self._restored))
 
 
 def _nothing() -> None:

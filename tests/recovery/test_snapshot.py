@@ -21,7 +21,7 @@ from memkit._recovery import snapshot
 from memkit._recovery.snapshot import Rollback, StateWatch, are_same
 from memkit.train.checkpointing import Checkpointing
 from tests.allocations import trace_allocations
-from tests.helpers import assert_refused, assert_same
+from tests.helpers import Noted, assert_refused, assert_same
 from tests.toys import mean_square, out_of_memory, trainer_of
 
 
@@ -397,6 +397,38 @@ def test_what_a_failed_attempt_has_changed_in_the_loss_is_told():
     trainer = mk.MemoryEfficientTrainingWrapper(model, torch.optim.SGD(model.parameters(), lr=0.1), probe=False)
     with pytest.warns(mk.errors.MemkitWarning, match=r"changed what loss_fn holds \(Kept\.mean\), and that stays"):
         trainer.train_step(torch.ones(8, 3), loss_fn)
+
+
+class Moments:
+    """What a hook of the model keeps, and the loss reads."""
+
+    def __init__(self, num_rows):
+        self.square, self.starts = torch.zeros(num_rows, 4), Noted()
+
+    def take(self, _, inputs):
+        self.square.mul_(0.5).add_(inputs[0].detach().square().mean(0))
+
+    def __call__(self, model, x):
+        start = len(x), float(self.square[0, 0])
+        loss = model(x).square().mean() + 0 * self.square.sum()
+        self.starts.append(start)
+        return loss
+
+
+@pytest.mark.parametrize(("memory", "num_rows"), [(None, 1), ("1GiB", 1), ("1GiB", 2**17)], ids=str)
+def test_moments_of_a_hook_that_the_loss_reads_are_restored_in_silence(memory, num_rows):
+    model, moments, calls = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)), Moments(num_rows), itertools.count()
+    model[0].register_forward_pre_hook(moments.take)
+    if memory is None:
+        model[1].register_forward_pre_hook(lambda *_: out_of_memory() if next(calls) == 1 else None)
+    trainer = trainer_of(model, memory=memory, probe=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", ".*Training continues")
+        for _ in range(2):
+            trainer.train_step(torch.ones(8, 4), moments)
+    expected = [(8, 0.0), (4, 1.0), (4, 1.5)] if memory is None else [(8, 0.0), (8, 1.0)]
+    assert moments.starts.take()[-len(expected) :] == expected
 
 
 class Remembering(nn.Module):
