@@ -274,8 +274,11 @@ def refuse_as_batch() -> NoReturn:
 
 
 def note_part(error: BaseException, size: int, batch_size: int, cut: CutKind, part: object) -> None:
-    """Add a note to an error of the user's code: it ran on only a part of the batch, which may be the cause."""
-    if isinstance(error, Exception) and size < batch_size:
+    """Add a note to an error of the user's code: it ran on only a part of the batch, which may be the cause.
+
+    memkit's own errors say their cause.
+    """
+    if isinstance(error, Exception) and not isinstance(error, MemkitError) and size < batch_size:
         if "more than 1 value per channel" in str(error):  # torch's own words
             error.add_note(
                 f"memkit: this was a micro-batch of {size} of {batch_size}, and BatchNorm in training mode needs at "

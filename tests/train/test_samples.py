@@ -341,6 +341,24 @@ def test_an_error_in_a_part_says_how_the_batch_was_cut(batch, split_fn, expected
     assert ("pass tuple(batch)" in note) == isinstance(batch, list)
 
 
+@pytest.mark.parametrize("cause", ["no return", "no mean", "zero_grad"])
+def test_an_error_of_memkit_in_a_part_says_its_cause_and_no_other(cause):
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def loss_fn(model, x):
+        if cause == "zero_grad":
+            optimizer.zero_grad()
+        loss = model(x).mean()
+        return {"no return": lambda: None, "no mean": mk.Loss, "zero_grad": lambda: loss}[cause]()
+
+    trainer = mk.MemoryEfficientTrainingWrapper(model, optimizer, accumulation_steps=2, probe=False)
+    with pytest.raises(mk.MemkitError) as caught:
+        for _ in range(2):
+            trainer.train_step(torch.randn(6, 3), loss_fn)
+    assert not hasattr(caught.value, "__notes__")
+
+
 def test_dataclasses_in_estimates():
     model = nn.Linear(2, 1)
     batch = Frozen(torch.randn(64, 2), torch.randn(64, 1))
