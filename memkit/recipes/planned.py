@@ -11,7 +11,6 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from itertools import starmap
-from types import NoneType
 from typing import Any, Literal, NoReturn, TypeAlias, get_args
 
 import torch
@@ -68,7 +67,7 @@ from memkit.train.models import device_of, unwrap_model
 from memkit.train.owners import check_owner, list_optimizers
 from memkit.train.row_mixers import scan_modules
 from memkit.train.samples import mark_samples, unmark_samples
-from memkit.train.split import copied, count_rows, has_unlike_rows, take_rows
+from memkit.train.split import check_batch, copied, count_rows, has_unlike_rows, take_rows
 from memkit.train.split_check import check_split
 from memkit.train.split_watch import Probe
 from memkit.train.wrapper import MemoryEfficientTrainingWrapper, StepResult
@@ -117,7 +116,8 @@ def plan_training(
         model: The model, with data, or on the meta device (no memory needed).
         sample_batch: All rows of one optimizer step: tensors with the rows in dimension 0, in any nesting. Or a
             DataLoader, or the result of `memkit.predict.find_worst_batch`: the plan is for the largest batch, and is
-            rehearsed with each kind of batch; if another kind needs more treatment, the plan is extended.
+            rehearsed with each kind of batch; if another kind needs more treatment, the plan is extended. Or ``()``,
+            if ``loss_fn`` holds the data itself, as the one graph of a data set.
         loss_fn: ``loss_fn(model, micro_batch)`` returns the mean loss over rows, or a `Loss`.
         optimizer: As for `estimate_memory_usage`.
         budget: A GPU, by its name or as a `GPU`; or a size, as bytes or text such as ``"24GiB"``. None: all memory of
@@ -153,8 +153,9 @@ def plan_training(
     Raises:
         ConfigError: No candidate fits; the message names the closest one and its largest holders of memory. Or an
             argument is invalid.
-        InputError: The batch has no rows to split, the GPU is unknown, or a size depends on data.
-        InputTypeError: ``model`` is not a module, or ``budget`` or ``target`` is neither a size nor a GPU.
+        InputError: The batch has no rows, the GPU is unknown, or a size depends on data.
+        InputTypeError: ``model`` is not a module, ``sample_batch`` no batch, or ``budget`` or ``target`` neither a size
+            nor a GPU.
 
     Warns:
         MemkitWarning: The memory of the planned step may depend on guessed values.
@@ -532,7 +533,7 @@ def prepare(
         selected_fraction=selected_fraction,
     )
     _, whole = _rows_to_plan("prepare", batch)
-    if whole:
+    if whole and tree_leaves(batch):  # () says itself that nothing is to be cut
         warn_user(
             f"prepare(...): the batch cannot be cut: {whole}. A step that runs out of memory raises an error. Way out: "
             "MemoryEfficientTrainingWrapper(model, optimizer, split_fn=..., **trainer.plan.wrapper_settings())."
@@ -729,25 +730,26 @@ def _check_measurable(call: str, model: nn.Module, gpu: GPU | None) -> None:
 def _rows_to_plan(call: str, batch: Any, micro_batch_size: int | None = None) -> tuple[int, str]:
     """Return the rows of a batch, at least one; and for one that cannot be cut, such as a graph, the reason."""
     try:
-        num_rows, got = count_rows(batch), "a batch without rows"
+        num_rows = count_rows(batch)
     except InputError as error:
-        if micro_batch_size is None and any(map(_has_data, tree_leaves(batch))):
+        check_batch(batch, call=f"{call}(..., sample_batch, ...)", written=f"{call}(..., sample_batch={{}}, ...)")
+        if micro_batch_size is None:
             return 1, error.got
-        num_rows, got = 0, error.got
-    if not num_rows:
         raise InputError(
-            f"{call}(..., sample_batch, ...)",
-            got=got,
+            f"{call}(..., sample_batch, micro_batch_size={micro_batch_size!r}, ...)",
+            got=error.got,
             expected="tensors that all have the rows of one optimizer step in dimension 0",
             fix="leave micro_batch_size out: the batch is then planned as a whole; or cut a packed batch yourself with "
             "MemoryEfficientTrainingWrapper(..., split_fn=...).",
+        ) from None
+    if not num_rows:
+        raise InputError(
+            f"{call}(..., sample_batch, ...)",
+            got="a batch without rows",
+            expected="all rows of one optimizer step",
+            fix=f"pass a batch with as many rows as in training: {call}(..., sample_batch=next(iter(loader)), ...).",
         )
     return num_rows, ""
-
-
-def _has_data(leaf: object) -> bool:
-    """Whether a part of a batch may have data: a tensor with elements, or an object such as PyG's graphs."""
-    return leaf.numel() > 0 if isinstance(leaf, Tensor) else not isinstance(leaf, (str, int, float, NoneType))
 
 
 def _allowed_counts(

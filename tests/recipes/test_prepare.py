@@ -168,7 +168,29 @@ def test_a_graph_is_planned_as_a_whole():
         InputError,
         "leave micro_batch_size out",
     )
-    assert_refused(lambda: plan_training(model, (3, "a"), graph_loss, budget="2MiB"), InputError, "sample_batch")
+
+
+@pytest.mark.parametrize("batch", [(), "split.txt"])
+def test_a_batch_without_data_is_planned_as_a_whole(batch):
+    """The loss function holds the data, as the one graph of a data set; the wrapper's warning advises () for that."""
+    torch.manual_seed(0)
+    x, edges = torch.randn(200, 16), torch.randint(200, (2, 4000))
+    model = GraphNet()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def of_all(model, _):
+        return graph_loss(model, (x, edges))
+
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        trainer = prepare(model, optimizer, batch, of_all, budget="2MiB")
+    assert len(warned) == (batch != ())  # () says itself that nothing is to be cut
+    plan = trainer.plan
+    assert plan.candidates[0].required_bytes > plan.budget_bytes >= plan.required_bytes
+    assert plan.notes == ("The batch is kept whole, because it cannot be cut: no tensor with rows.",)
+    peak = trace_allocations(lambda: trainer.train_step(batch, of_all)).peak
+    assert num_bytes(model.parameters(), (x, edges)) + peak <= plan.required_bytes
+    trainer.close()
 
 
 def test_an_object_with_tensors_is_planned_as_a_whole():
@@ -485,7 +507,8 @@ def test_another_loss_than_the_planned_one_is_checked():
         ({"precisions": ("fp8",)}, ConfigError, "fp8"),
         ({"model": make_model}, InputTypeError, r"plan_training\(function, \.\.\.\).*a torch\.nn\.Module"),
         ({"sample_batch": torch.empty(0, 128, 64), "model": make_model().to("meta")}, InputError, "without rows"),
-        ({"sample_batch": {"x": 7, "y": "five"}}, InputError, "cut a packed batch yourself"),
+        ({"sample_batch": None}, InputTypeError, r"got None; .* an empty tuple: plan_training\(.*sample_batch=\(\)"),
+        ({"sample_batch": (), "micro_batch_size": 1}, InputError, "leave micro_batch_size out"),
         ({"budget": 1.5}, InputTypeError, "budget=1.5"),
         ({"target": 4090}, InputTypeError, "the name of a GPU as a string"),
         ({"selected_fraction": 0}, ConfigError, "selected_fraction=0"),
