@@ -26,7 +26,6 @@ from memkit._recovery.loss_key import LossKinds
 from memkit._torch import pytree
 from memkit._torch.modules import all_parameters
 from memkit._torch.tensors import bytes_held
-from memkit.train.checkpointing import may_recompute
 from memkit.train.chunked_steps import changes_rows_alone
 from memkit.train.gradients import list_parameters
 from memkit.train.row_sizes import RowSizes, row_sizes, rows_in_turn
@@ -151,7 +150,7 @@ class PartPlanner:
         optimizers: Its optimizers.
         device: The model's device.
         sum_dtype: Minimum dtype in which gradients of several parts add up; None uses their parameters' dtypes.
-        may_lower: Whether the precision may still be lowered.
+        ways_to_less: Returns what the user may still set to let a step take less, for messages.
         is_predictable: Whether batches have rows, and this process may run some of them on its own.
 
     Raises:
@@ -166,7 +165,7 @@ class PartPlanner:
         device: torch.device,
         *,
         sum_dtype: torch.dtype | None,
-        may_lower: bool,
+        ways_to_less: Callable[[], Sequence[str]],
         is_predictable: bool,
     ) -> None:
         self._watch = None if memory is None or isinstance(memory, int | str | float) else memory
@@ -180,7 +179,7 @@ class PartPlanner:
         self.is_on = memory is not None and is_predictable
         self.has_manager = self._watch is not None
         self._available_bytes = None if memory is None else _reader(memory, model, optimizers, device)
-        self._model, self._optimizers, self._may_lower = model, optimizers, may_lower
+        self._model, self._optimizers, self._ways_to_less = model, optimizers, ways_to_less
         self._device = device
         self._expected: _Expected | None = None
         self._sum_itemsize = sum_dtype.itemsize if sum_dtype else 0
@@ -220,8 +219,7 @@ class PartPlanner:
             marked, num_rows, key, _ = self._surveyor.survey(batch)
         except InputError as error:  # it may stay whole; splitting it reports the error
             self._failure = (
-                f"the batch cannot be cut: {error.got}. Way out: omit memory=..., set accumulation_steps, and "
-                + error.fix.rstrip(".")
+                f"the batch cannot be cut: {error.got}. Way out: omit memory=..., {self._other_way(batch, error)}"
             )
             return at_least
         if num_rows:
@@ -237,6 +235,15 @@ class PartPlanner:
         num_parts = max(at_least, math.ceil(num_rows / max_rows))
         self._expect(key, forecast.peak_bytes(math.ceil(num_rows / num_parts)))
         return num_parts
+
+    def _other_way(self, batch: Any, error: InputError) -> str:
+        """Return what to do with a batch that cannot be cut, and so has no micro-batch to predict."""
+        if pytree.tree_leaves(batch):
+            return f"set accumulation_steps, and {error.fix.rstrip('.')}"
+        # (), for a loss that holds the data: no split_fn could cut it.
+        ways = self._ways_to_less()
+        setting = f"set {' or '.join(ways)}; or " * bool(ways)
+        return f"and {setting}plan the step, memkit.prepare(model, optimizer, (), loss_fn, budget=...)"
 
     def _turn_to(self, loss_fn: object) -> None:
         """Turn to the forecasts for the current kind of step; begin with none if it is new."""
@@ -376,13 +383,12 @@ class PartPlanner:
         sum_bytes = sum(each.numel() * max(self._sum_itemsize, each.itemsize) for each in parameters)
         if forecast.peak_bytes(1) > available - sum_bytes and not self._has_warned_of_a_row:
             self._has_warned_of_a_row = True
-            ways = ["checkpoint='auto'"] * may_recompute(self._model) + ["a lower precision"] * self._may_lower
             of_sum = f", and the sum of the parts' gradients {format_bytes(sum_bytes)} more" * (num_rows > 1)
             warn_user(
                 "MemoryEfficientTrainingWrapper: forward and backward of a single row are predicted to take "
                 f"{format_bytes(forecast.peak_bytes(1))}{of_sum}, but only {format_bytes(available)} are available "
-                f"(memory=...). The step is tried anyway. Way out: set {', '.join(ways)}{' or ' * bool(ways)}a larger "
-                "budget."
+                "(memory=...). The step is tried anyway. Way out: set "
+                f"{' or '.join([*self._ways_to_less(), 'a larger budget'])}."
             )
         available -= sum_bytes
         return forecast.max_rows(available, num_rows)

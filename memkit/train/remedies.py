@@ -31,6 +31,30 @@ _BODY = (
 )
 
 
+def ways_to_less(
+    model: nn.Module, *, checkpoint: object, offload: Collection[str], has_plan: bool, may_lower: bool
+) -> list[str]:
+    """Return what the user may still set to let the whole batch take less, in the wrapper's words, for messages.
+
+    Activations are offloaded best alone: a block that runs again is there as a whole.
+
+    Args:
+        model: The model.
+        checkpoint: The user's choice of blocks, or None.
+        offload: The user's ``offload`` setting.
+        has_plan: Whether the user has a plan for saved tensors.
+        may_lower: Whether the precision may be lowered.
+    """
+    offloading, treated = f"offload={tuple(sorted({*offload, 'activations'}))}", checkpoint is not None
+    ways: list[str] = []
+    if treated or has_plan:
+        others = ["checkpoint=..."] * treated + ["saved_tensors=..."] * has_plan
+        ways = [f"{offloading} without {' and '.join(others)}"]
+    elif "activations" not in offload:
+        ways = ["checkpoint='auto' or " * may_recompute(model) + offloading]
+    return ways + ["a lower precision"] * may_lower
+
+
 class Remedies:
     """Reduces the memory of a micro-batch that ran out of it, with remedies that keep its gradient bit for bit.
 

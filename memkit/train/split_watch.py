@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn
 
@@ -19,7 +19,6 @@ from memkit._recovery.loss_key import LossKinds
 from memkit._torch.dispatch import fake_mode
 from memkit._torch.fake import FakeTensor
 from memkit._torch.modules import training_flags
-from memkit.train.checkpointing import may_recompute
 from memkit.train.part_gradients import take_workspace
 from memkit.train.samples import mark_samples
 from memkit.train.split import structure_of
@@ -62,18 +61,26 @@ class SplitWatch:
         call: The user's call, for messages.
         may_change: Whether splitting a batch for lack of memory may change its gradient, with a warning.
         adds_up: Whether losses of parts without a count are added up.
+        ways_to_less: Returns what the user may still set to let the whole batch take less, for messages.
 
     Attributes:
         has_branches: Whether Python was seen to branch on values of tensors.
     """
 
     def __init__(
-        self, model: nn.Module, probe: Probe, *, call: str, may_change: bool = False, adds_up: bool = False
+        self,
+        model: nn.Module,
+        probe: Probe,
+        *,
+        call: str,
+        may_change: bool = False,
+        adds_up: bool = False,
+        ways_to_less: Callable[[], Sequence[str]] = tuple,
     ) -> None:
         fix = "pass probe=True, probe=False or probe='require'."
         Checker(call).choice("probe", probe, (True, False, "require"), fix=fix)
         self._modules, self._may_change, self._adds_up = list(model.modules()), may_change, adds_up
-        self._probe, self._call = probe, call
+        self._probe, self._call, self._ways_to_less = probe, call, ways_to_less
         self._key: tuple[object, ...] = ()  # the loss, modes, the batch's structure, evenness, divisors
         self._size = 0  # of the largest part
         self._records: dict[object, _Record] = {}
@@ -228,16 +235,16 @@ class SplitWatch:
             why = "changes its gradient" + (f" by {verdict.error:.2g}" if _is_known(verdict.error) else "")
         advice = f"{verdict.advice} Otherwise use" if verdict.advice else "use"
         # Nothing was tried of what was only predicted, so remedies that keep the result are the user's to choose.
-        recompute = "checkpoint='auto', " * may_recompute(self._modules[0])
-        tried, before = ", and splitting it", f"{recompute}offload={{'activations'}}, more memory=..., "
+        tried, ways = ", and splitting it", [*self._ways_to_less(), "more memory=..."]
         if not forced.is_predicted:
-            tried, before = ", the remedies that keep the result do not suffice, and splitting the batch", ""
+            tried = ", the remedies that keep the result do not suffice, and splitting the batch"
+            ways = ["a lower precision"]
         raise MemkitOutOfMemoryError(
             self._call,
             got=f"{forced}{tried} {why}",
             expected="memory for the batch, or a split that keeps its gradient",
-            fix=f"{advice} {before}a lower precision, smaller batches or a smaller model; on_oom='inexact' splits "
-            "anyway, and probe=False splits without the check.",
+            fix=f"{advice} {', '.join(ways)}, smaller batches or a smaller model; on_oom='inexact' splits anyway, and "
+            "probe=False splits without the check.",
         ) from (forced.failure.error if forced.failure else None)
 
     def report(

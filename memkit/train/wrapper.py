@@ -58,7 +58,7 @@ from memkit.train.models import device_of, evaluating, exchanges_statistics
 from memkit.train.offload import make_offload, read_offload
 from memkit.train.owners import check_owner, list_optimizers, numbered, read_model, warn_of_unused_step
 from memkit.train.precision import Precision, PrecisionName
-from memkit.train.remedies import Remedies
+from memkit.train.remedies import Remedies, ways_to_less
 from memkit.train.saved_tensors import treat_saved_tensors
 from memkit.train.settings import check_config, check_on_gradients, check_settings, list_schedules
 from memkit.train.sharded import choose_peers
@@ -222,7 +222,6 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing, Composed, Overviewed):
         self._accumulation_steps = operator.index(accumulation_steps)  # it may be a tensor or a number of NumPy
         self._on_gradients = on_gradients
         self._split_fn, self._schedules, self._average = split_fn, list_schedules(scheduler), average
-        self._split_watch = SplitWatch(model, probe, call=_CALL, may_change=on_oom == "inexact")
         self._evaluation_sizes = SizeMemory()
         self._wrong_rows: tuple[int, int] | None = None  # of a batch that was cut already, and of a whole one
         self._has_warned_of_no_rows = False
@@ -264,6 +263,15 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing, Composed, Overviewed):
                     has_plan=saved_tensors is not None,
                 )
                 cleanup.callback(self._remedies.close)
+            ways = functools.partial(
+                ways_to_less,
+                model,
+                checkpoint=checkpoint,
+                offload=offload,
+                has_plan=saved_tensors is not None,
+                may_lower=self._precision.name is None,
+            )
+            self._split_watch = SplitWatch(model, probe, call=_CALL, may_change=on_oom == "inexact", ways_to_less=ways)
             is_alone = self._sum.ranks is None or not exchanges_statistics(model)
             self._part_planner = PartPlanner(
                 memory,
@@ -271,7 +279,7 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing, Composed, Overviewed):
                 self._optimizers,
                 self._device,
                 sum_dtype=sum_dtype,
-                may_lower=self._precision.name is None,
+                ways_to_less=ways,
                 is_predictable=split_fn is None and not is_sharded and is_alone,
             )
             own_precision, own_scaler = self._precision, self._precision.scaler

@@ -367,9 +367,14 @@ class Reader(nn.Module):
 @pytest.mark.parametrize(
     ("make", "settings", "ways"),
     [
-        (encoder, {}, "checkpoint='auto', a lower precision or a larger budget"),
-        (encoder, {"checkpoint": "auto", "precision": "bf16-mixed"}, "a larger budget"),
-        (Reader, {}, "a lower precision or a larger budget"),
+        (encoder, {}, "checkpoint='auto' or offload=('activations',) or a lower precision or a larger budget"),
+        (
+            encoder,
+            {"checkpoint": "auto", "precision": "bf16-mixed"},
+            "offload=('activations',) without checkpoint=... or a larger budget",
+        ),
+        (encoder, {"offload": {"activations"}, "precision": "bf16-mixed"}, "a larger budget"),
+        (Reader, {}, "offload=('activations',) or a lower precision or a larger budget"),
     ],
 )
 def test_warns_once_of_oversized_row_and_tries_it(make, settings, ways):
@@ -383,14 +388,24 @@ def test_warns_once_of_oversized_row_and_tries_it(make, settings, ways):
     assert told.endswith(f"Way out: set {ways}.")
 
 
-def test_a_refused_split_names_checkpointing_where_there_are_blocks():
-    def refusal(*layers):
-        with trainer_of(nn.Sequential(*layers, nn.BatchNorm1d(256)), memory="3MiB") as trainer:
+def test_a_refused_split_names_what_is_not_set_yet_and_takes_less():
+    """Blocks that run again are there as a whole, so that activations are offloaded best without them."""
+
+    def refusal(*layers, **settings):
+        with trainer_of(nn.Sequential(*layers, nn.BatchNorm1d(256)), memory="3MiB", **settings) as trainer:
             return str(assert_refused(lambda: trainer.train_step(torch.randn(2048, 256), mean_square), mk.MemkitError))
 
     block = nn.Sequential(nn.Linear(256, 64), nn.Linear(64, 256))
-    assert "use checkpoint='auto', offload=" in refusal(block, copy.deepcopy(block))
-    assert "use offload=" in refusal(nn.Linear(256, 256))
+    blocks = block, copy.deepcopy(block)
+    ways = "a lower precision, more memory=..., smaller batches or a smaller model"
+    assert f"use checkpoint='auto' or offload=('activations',), {ways}" in refusal(*blocks)
+    assert f"use offload=('activations',), {ways}" in refusal(nn.Linear(256, 256))
+    assert "use offload=('activations', 'optimizer'), a" in refusal(nn.Linear(256, 256), offload={"optimizer"})
+    alone = f"use offload=('activations',) without checkpoint=..., {ways}"
+    assert alone in refusal(*blocks, checkpoint="auto")
+    assert alone in refusal(*blocks, checkpoint="auto", offload={"activations"})
+    ways = "more memory=..., smaller batches or a smaller model"
+    assert f"Otherwise use {ways}" in refusal(*blocks, offload={"activations"}, precision="bf16-mixed")
 
 
 @pytest.mark.parametrize(
@@ -686,6 +701,27 @@ def test_a_batch_that_cannot_be_cut_says_a_way_out_that_works():
         step(ignoring)
     cut = trainer(accumulation_steps=2, split_fn=lambda batch, n: [Cloud(each) for each in batch.points.chunk(n)])
     assert step(cut).num_microbatches == 2
+
+
+def test_the_empty_batch_says_ways_out_that_work_for_it():
+    """No split_fn could cut (), for a loss function that holds the data."""
+    x = torch.randn(8, 512)
+
+    def of_all(model, _):
+        return mean_square(model, x)
+
+    with trainer_of(encoder(), memory="1MiB") as trainer:
+        trainer.train_step((), of_all)
+        with pytest.warns(mk.MemkitWarning, match="because the batch cannot be cut: no tensor with rows") as warned:
+            trainer.train_step((), of_all)
+    (told,) = [str(each.message) for each in warned]
+    assert told.endswith(
+        "Way out: omit memory=..., and set checkpoint='auto' or offload=('activations',) or a lower precision; or plan "
+        "the step, memkit.prepare(model, optimizer, (), loss_fn, budget=...)."
+    )
+    for settings in ({"checkpoint": "auto"}, {"offload": ("activations",)}):
+        with trainer_of(encoder(), **settings) as trainer:
+            assert trainer.train_step((), of_all).stepped
 
 
 def layers():
