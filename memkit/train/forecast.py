@@ -38,6 +38,7 @@ from memkit.train.step_kinds import state_of_step
 _FEWER_ROWS, _MORE_ROWS = 2, 4
 _NUM_FRESH = 2  # steps at which the size is chosen: the first one creates the optimizer's state
 _MARGIN = 1 / 16  # of the available memory: alignment, and operators' internal workspace
+_HARDLY = 1 / 20  # more than the least: where nothing fits, this is not worth more parts
 
 
 class _Expected(NamedTuple):
@@ -230,7 +231,7 @@ class PartPlanner:
             return at_least
         num_plans, max_rows = plans.get(key, (0, 0))
         if num_plans < _NUM_FRESH or num_rows > max_rows:
-            max_rows = self._plan(forecast, num_rows)
+            max_rows = self._plan(forecast, num_rows, at_least)
             plans[key] = num_plans + 1, max_rows
         num_parts = max(at_least, math.ceil(num_rows / max_rows))
         self._expect(key, forecast.peak_bytes(math.ceil(num_rows / num_parts)))
@@ -371,9 +372,11 @@ class PartPlanner:
     def _may_fit(self, forecast: Forecast, num_rows: int) -> bool:
         return self._available_bytes is None or forecast.peak_bytes(num_rows) <= self._available_bytes()
 
-    def _plan(self, forecast: Forecast, num_rows: int) -> int:
+    def _plan(self, forecast: Forecast, num_rows: int, at_least: int) -> int:
+        """Return the most rows of a part of a batch that has this many, and is cut into at least so many parts."""
         assert self._available_bytes is not None  # noqa: S101 - there is a forecast
-        available = math.floor(self._available_bytes() * (1 - _MARGIN))
+        budget_bytes = self._available_bytes()
+        available = math.floor(budget_bytes * (1 - _MARGIN))
         self._warn_of_sparse(forecast.peak_bytes(num_rows), available)
         if forecast.peak_bytes(num_rows) <= available:
             return num_rows
@@ -381,17 +384,35 @@ class PartPlanner:
         # Of the parts' gradients, which a batch that stays whole does without. It is added to a run that holds all of
         # its own gradients, though a part holds each only until it is in the sum: cautious by up to as much.
         sum_bytes = sum(each.numel() * max(self._sum_itemsize, each.itemsize) for each in parameters)
-        if forecast.peak_bytes(1) > available - sum_bytes and not self._has_warned_of_a_row:
-            self._has_warned_of_a_row = True
-            of_sum = f", and the sum of the parts' gradients {format_bytes(sum_bytes)} more" * (num_rows > 1)
-            warn_user(
-                "MemoryEfficientTrainingWrapper: forward and backward of a single row are predicted to take "
-                f"{format_bytes(forecast.peak_bytes(1))}{of_sum}, but only {format_bytes(available)} are available "
-                "(memory=...). The step is tried anyway. Way out: set "
-                f"{' or '.join([*self._ways_to_less(), 'a larger budget'])}."
-            )
-        available -= sum_bytes
-        return forecast.max_rows(available, num_rows)
+        row_bytes = forecast.peak_bytes(1) + sum_bytes
+        if row_bytes <= available:
+            return forecast.max_rows(available - sum_bytes, num_rows)
+        whole_bytes = forecast.peak_bytes(num_rows) + (sum_bytes if at_least > 1 else 0)
+        least_bytes = min(row_bytes, whole_bytes)
+        most_bytes = math.floor((1 + _HARDLY) * least_bytes)
+        if least_bytes <= budget_bytes:  # it may fit if there is little beside it, so nothing larger is tried
+            most_bytes = min(most_bytes, budget_bytes)
+        max_rows = num_rows if whole_bytes <= most_bytes else forecast.max_rows(most_bytes - sum_bytes, num_rows)
+        of_sum = f", and the sum of the parts' gradients {format_bytes(sum_bytes)} more" * (num_rows > 1)
+        needed = f"{format_bytes(forecast.peak_bytes(1))}{of_sum}, but only {format_bytes(available)}"
+        self._warn_of_a_row(needed, num_rows, max_rows)
+        return max_rows
+
+    def _warn_of_a_row(self, needed: str, num_rows: int, max_rows: int) -> None:
+        """Warn, once, that not even one row may fit, and say in what parts the batch is tried."""
+        if self._has_warned_of_a_row:
+            return
+        self._has_warned_of_a_row = True
+        how = f" in {math.ceil(num_rows / max_rows)} parts: smaller ones would take hardly less"
+        if max_rows == num_rows:
+            how = ", and the batch is not cut for it: parts would take hardly less" * (num_rows > 1)
+        elif max_rows == 1:
+            how = " row by row"
+        ways = " or ".join([*self._ways_to_less(), "a larger budget"])
+        warn_user(
+            f"MemoryEfficientTrainingWrapper: forward and backward of a single row are predicted to take {needed} are "
+            f"available (memory=...). The step is tried anyway{how}. Way out: set {ways}."
+        )
 
     def _warn_of_sparse(self, peak_bytes: int, available_bytes: int) -> None:
         """Warn, once, if what sparse gradients take beside forward and backward may not fit."""

@@ -194,7 +194,7 @@ def test_a_model_in_bfloat16_is_charged_for_sums_in_bfloat16():
 
     assert 1 < run() < 20  # 2 MiB each: parameters, a part's gradients and their sum
     with pytest.warns(mk.MemkitWarning, match="a single row"):
-        assert run(precision="bf16-true") == 400  # their sum takes 4 MiB
+        assert run(precision="bf16-true") == 1  # their sum takes 4 MiB, so that parts would take more than the batch
 
 
 def test_batch_without_rows_stays_whole():
@@ -365,27 +365,69 @@ class Reader(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("make", "settings", "ways"),
+    ("make", "settings", "is_cut", "ways"),
     [
-        (encoder, {}, "checkpoint='auto' or offload=('activations',) or a lower precision or a larger budget"),
+        (encoder, {}, True, "checkpoint='auto' or offload=('activations',) or a lower precision or a larger budget"),
         (
             encoder,
             {"checkpoint": "auto", "precision": "bf16-mixed"},
+            True,
             "offload=('activations',) without checkpoint=... or a larger budget",
         ),
-        (encoder, {"offload": {"activations"}, "precision": "bf16-mixed"}, "a larger budget"),
-        (Reader, {}, "offload=('activations',) or a lower precision or a larger budget"),
+        (encoder, {"offload": {"activations"}, "precision": "bf16-mixed"}, False, "a larger budget"),
+        (Reader, {}, False, "offload=('activations',) or a lower precision or a larger budget"),
     ],
 )
-def test_warns_once_of_oversized_row_and_tries_it(make, settings, ways):
+def test_warns_once_of_oversized_row_and_tries_it(make, settings, is_cut, ways):
+    """Where the weights take most, the batch is not cut: parts would keep the sum of their gradients, too."""
     x = torch.randn(8, 512)
     recorded = warnings.catch_warnings(record=True, action="always")
     with trainer_of(make(), memory="20KiB", **settings) as trainer, recorded as warned:
         for num_rows in (8, 8, 7):
-            assert trainer.train_step(x[:num_rows], mean_square).sizes == (1,) * num_rows
+            sizes = (1,) * num_rows if is_cut else (num_rows,)
+            assert trainer.train_step(x[:num_rows], mean_square).sizes == sizes
     (told,) = [str(each.message) for each in warned if "a single row are predicted to take" in str(each.message)]
     assert "but only 0 B are available" in told
+    assert ("anyway row by row." if is_cut else "anyway, and the batch is not cut for it: parts would take") in told
     assert told.endswith(f"Way out: set {ways}.")
+
+
+class Nodes(nn.Module):
+    """(N,) indices of nodes to (N, 64): all of a graph's nodes run for any of them, and then each index by itself."""
+
+    def __init__(self, num_nodes):
+        super().__init__()
+        self.register_buffer("nodes", torch.randn(num_nodes, 64))
+        self.layer, self.head = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, index):
+        return self.head(F.dropout(self.layer(self.nodes).relu(), 0.5)[index]).tanh()
+
+
+def train_nodes(num_rows, **settings):
+    """Take two steps; return the parts' sizes, the second step's peak, the weights, and what was warned of."""
+    torch.manual_seed(0)
+    model, index, results = Nodes(1024), torch.arange(num_rows), []
+    recorded = warnings.catch_warnings(record=True, action="always")
+    with trainer_of(model, probe=False, **settings) as trainer, recorded as warned:
+        torch.manual_seed(1)
+        trainer.train_step(index, mean_square)
+        peak = trace_allocations(lambda: results.append(trainer.train_step(index, mean_square))).peak
+    return results[0].sizes, peak, dict(model.state_dict()), [str(each.message) for each in warned]
+
+
+def test_where_not_even_a_row_fits_parts_are_no_smaller_than_helps():
+    sizes, _, weights, told = train_nodes(32, memory="320KiB")
+    assert sizes == (32,)
+    assert_same(weights, train_nodes(32)[2])  # the same dropout
+    assert len(told) == 1
+    assert "tried anyway, and the batch is not cut for it: parts would take hardly less. Way out" in told[0]
+
+    sizes, peak, _, (told,) = train_nodes(1024, memory="320KiB")
+    assert 1 < len(sizes) < 100
+    assert f"tried anyway in {len(sizes)} parts: smaller ones would take hardly less. Way out" in told
+    least = train_nodes(1024, accumulation_steps=128)[1]
+    assert peak <= 1.06 * least < train_nodes(1024, accumulation_steps=len(sizes) - 1)[1]
 
 
 def test_a_refused_split_names_what_is_not_set_yet_and_takes_less():
@@ -608,7 +650,7 @@ def test_a_batch_of_one_row_over_the_budget_is_told():
     with mk.MemoryEfficientTrainingWrapper(model, optimizer, memory="24KiB") as trainer:
         with pytest.warns(mk.MemkitWarning, match=r"of a single row are predicted to take [\d.]+ KiB, but only"):
             trainer.train_step(torch.ones(1, 4), lambda model, x: model(x).mean())
-        assert trainer.train_step(torch.ones(6, 4), lambda model, x: model(x).mean()).num_microbatches > 1
+        assert trainer.train_step(torch.ones(60, 4), lambda model, x: model(x).mean()).num_microbatches > 1
 
 
 def test_the_sum_of_gradients_that_only_parts_need_is_told_of():
