@@ -4,6 +4,7 @@ import copy
 import importlib.util
 import json
 import math
+import warnings
 
 import pytest
 import torch
@@ -258,9 +259,11 @@ def test_chunks_and_fewer_edges_of_a_graph():
     def fewer(batch):
         return batch | {"edges": batch["edges"][:, sample_edges(batch["edges"][1], 0.5)]}
 
-    table = advise(
-        Graph(), batch, lambda model, batch: model(batch["points"], batch["edges"]).square().mean(), fewer_edges=fewer
-    )
+    def loss_fn(model, batch):
+        return model(batch["points"], batch["edges"]).square().mean()
+
+    with pytest.warns(mk.MemkitWarning, match="the batch cannot be cut"):
+        table = advise(Graph(), batch, loss_fn, fewer_edges=fewer)
     advice = by_name(table)
     assert advice["chunks of message"].is_verified
     assert advice["chunks of message"].difference < 1e-5
@@ -269,9 +272,7 @@ def test_chunks_and_fewer_edges_of_a_graph():
     assert not advice["fewer edges"].exact
     assert advice["fewer edges"].difference > 0.01
     assert not any("micro-batches" in name for name in advice)  # nobody said how to cut a graph
-    assert advice["offload activations"].status.startswith(
-        "not run: the wrapper cannot determine the rows of this batch"
-    )
+    assert advice["offload activations"].is_verified
 
 
 @pytest.mark.slow
@@ -465,8 +466,31 @@ def test_wrong_arguments(batch):
         advise(mlp(64, 10), batch, classify, target=None)
     with pytest.raises(mk.errors.ConfigError, match="a class in torch"):
         advise(mlp(64, 10), batch, classify, optimizer="adamm")
+    with pytest.raises(mk.errors.InputTypeError, match=r"advise: got None.*advise\(model, \(\), loss_fn\)"):
+        advise(mlp(64, 10), None, classify)
     with pytest.raises(mk.errors.InputError, match="8 bytez"):  # before any step: there may be no advice to ask it of
         advise(mlp(64, 10), batch, lambda model, batch: pytest.fail("it ran"), budget="8 bytez")
+
+
+@pytest.mark.parametrize("is_given", [True, False])
+def test_a_batch_that_cannot_be_cut_is_tried_whole(is_given):
+    """As the wrapper trains it: nodes and indices of some of them, or () where the loss function holds them."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(4)], nn.Linear(64, 2))
+    nodes, labels, index = torch.randn(300, 64), torch.randint(2, (300,)), torch.arange(100)
+
+    def loss_fn(model, batch):
+        x, y, i = batch or (nodes, labels, index)
+        return F.cross_entropy(model(x)[i], y[i])
+
+    recorded = warnings.catch_warnings(record=True, action="always")
+    with recorded as warned:
+        table = by_name(advise(model, (nodes, labels, index) if is_given else (), loss_fn, optimizer="sgd"))
+    assert len(warned) == is_given  # once, not for each remedy
+    assert all("advise(...): the batch cannot be cut: tensors with [100, 300] rows" in str(w.message) for w in warned)
+    for name in ("offload activations", "bf16"):
+        assert table[name].is_verified
+        assert table[name].measured_saved_bytes > 0.2 * nodes.nbytes
 
 
 def test_sparse_gradients_are_compared_too():
@@ -495,9 +519,9 @@ def test_a_packed_batch_is_split_by_the_users_function():
         images, boxes = batch
         return mk.Loss(mean=(model(images)[boxes[:, 0].long()] - boxes[:, 1:]).square().mean(), count=len(boxes))
 
-    plain = mk.advise(model, (images, boxes), loss_fn)
+    with pytest.warns(mk.MemkitWarning, match=r"advise\(model, batch, loss_fn, split_fn=\.\.\.\)"):
+        plain = mk.advise(model, (images, boxes), loss_fn)
     assert not any("micro-batches" in each.name for each in plain)
-    assert any("pass split_fn=" in each.status for each in plain)
     advice = mk.advise(model, (images, boxes), loss_fn, split_fn=split)
     (found,) = [each for each in advice if each.name == "4 micro-batches"]
     assert found.status == "verified"

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from memkit._advice.suggest import Standing, rank
-from memkit._core.errors import ConfigError, MemkitError
+from memkit._core.errors import ConfigError, InputError, MemkitError, MemkitWarning, warn_user
 from memkit._core.settings import Checker
 from memkit._core.units import format_bytes
 from memkit._core.words import guided
@@ -24,6 +25,7 @@ from memkit._machine.devices import host_memory
 from memkit._recovery.attempt import Done, OutOfMemory, attempt
 from memkit._simulation.simulation import Gpu, Host, MakeOptimizer, Place, check_model
 from memkit._simulation.tensors import check_selected_fraction
+from memkit._torch.pytree import tree_leaves
 from memkit.predict.estimate import warn_of_doubts
 from memkit.predict.gpus import GPU, CapacityLike, capacity_bytes, look_up
 from memkit.predict.words import ADVICE_WORDS
@@ -31,7 +33,7 @@ from memkit.recipes.advice.record import TOLERANCE, Advice, AdviceTable
 from memkit.recipes.advice.remedies import AppliedRemedy, Case, find_remedies, in_turn, no_change, takes_foreach
 from memkit.recipes.advice.step import AdvicePrecision, Observation, RealHost, StepChange, Training, observe_step
 from memkit.train.models import unwrap_model
-from memkit.train.split import SplitFn
+from memkit.train.split import SplitFn, check_batch, count_rows
 from memkit.train.split_check import check_split
 
 _WORTH_TELLING = 0.01  # of the peak
@@ -87,12 +89,13 @@ def advise(
         The advice, sorted by saving relative to the added operations; failed and not run last.
 
     Raises:
-        InputTypeError: ``model`` is not a module, the loss is not a tensor, or ``target`` or ``budget`` is not a GPU.
+        InputTypeError: ``model`` is not a module, ``sample_batch`` no batch, the loss is not a tensor, or ``target`` or
+            ``budget`` is not a GPU.
         InputError: A size depends on data; ``target`` is an unknown GPU; ``budget`` is neither a size nor a GPU.
         ConfigError: An option is invalid.
 
     Warns:
-        MemkitWarning: The plain step's memory may depend on guessed values.
+        MemkitWarning: The plain step's memory may depend on guessed values; or the batch cannot be cut.
 
     Memory cost: for the real runs, on the host, the step's own peak plus five times the parameters.
 
@@ -109,6 +112,7 @@ def advise(
         ('4 micro-batches', 'verified', True)
     """
     check_model("advise", model, sample_batch, optimizer)
+    check_batch(sample_batch, call="advise", written="advise(model, {}, loss_fn)")
     if precision not in (None, "bf16-mixed"):
         is_mixed = "16" in str(precision)
         raise ConfigError(
@@ -126,8 +130,9 @@ def advise(
     if trial.plain.estimate is not None:
         warn_of_doubts("advise", trial.plain.estimate)
     case = Case(training, trial.plain, trial.on_card, changes_model, fewer_edges)
-    told = {remedy: advice for remedy in find_remedies(case) if (advice := trial.judge(remedy)) is not None}
-    told |= trial.best_pair(told)
+    with _told_once_if_uncut(training):
+        told = {remedy: advice for remedy in find_remedies(case) if (advice := trial.judge(remedy)) is not None}
+        told |= trial.best_pair(told)
     return AdviceTable(
         target=target.name if isinstance(target, GPU) else target,
         peak_bytes=trial.plain.peak_bytes,
@@ -135,6 +140,22 @@ def advise(
         measured_peak_bytes=trial.real_plain.peak_bytes if trial.real_plain else None,
         items=tuple(told[remedy] for remedy in sorted(told, key=lambda remedy: trial.standing(remedy, told[remedy]))),
     )
+
+
+@contextmanager
+def _told_once_if_uncut(training: Training) -> Iterator[None]:
+    """Warn of a batch that is tried whole, since it cannot be cut, in place of each trainer that takes it."""
+    with warnings.catch_warnings():
+        try:
+            if training.split_fn is None and tree_leaves(training.batch):  # () says itself that nothing is to be cut
+                count_rows(training.batch)
+        except InputError as error:
+            warn_user(
+                f"advise(...): the batch cannot be cut: {error.got}. It is tried whole, without micro-batches. Way "
+                "out: pass the wrapper's split_fn: advise(model, batch, loss_fn, split_fn=...)."
+            )
+            warnings.filterwarnings("ignore", ".*: the batch cannot be cut", MemkitWarning)
+        yield
 
 
 class _Trial:

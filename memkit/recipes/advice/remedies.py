@@ -107,13 +107,6 @@ class Case:
         except InputError:
             return None
 
-    @property
-    def obstacle(self) -> str:
-        """Why the wrapper cannot run the step; empty if it can."""
-        if self.num_rows or self.training.split_fn is not None:
-            return ""
-        return "the wrapper cannot determine the rows of this batch; pass split_fn=..."
-
 
 def find_remedies(case: Case) -> list[AppliedRemedy]:
     """List the remedies that apply to a step."""
@@ -151,26 +144,26 @@ def _checkpoints(case: Case) -> Iterator[AppliedRemedy]:
     numbers = {bisect_left(until, share * until[-1]) + 1 for share in _SHARES} if order else set()
     for number in sorted(numbers):
         names = [name for name in blocks if name in order[:number]]  # in the model's order
-        yield _checkpoint(case, f"{number} of {len(blocks)} blocks", names)
+        yield _checkpoint(f"{number} of {len(blocks)} blocks", names)
     if order:
         selective: dict[str, Treatment] = {name: "selective" for name in blocks if name in held}
-        yield _checkpoint(case, f"{len(order)} of {len(blocks)} blocks, selective", selective)
+        yield _checkpoint(f"{len(order)} of {len(blocks)} blocks, selective", selective)
 
 
-def _checkpoint(case: Case, blocks: str, choice: Choice) -> AppliedRemedy:
+def _checkpoint(blocks: str, choice: Choice) -> AppliedRemedy:
     filled = remedy("checkpoint").filled(settings={"checkpoint": choice}, blocks=blocks)
-    return AppliedRemedy(filled, obstacle=case.obstacle)
+    return AppliedRemedy(filled)
 
 
 def _offload(case: Case) -> Iterator[AppliedRemedy]:
     place = "host memory" if case.on_card else "the disk"
-    yield AppliedRemedy(remedy("offload_activations").filled(place=place), obstacle=case.obstacle)
+    yield AppliedRemedy(remedy("offload_activations").filled(place=place))
 
 
 def _bfloat16(case: Case) -> Iterator[AppliedRemedy]:
     is_float32 = any(each.dtype == torch.float32 for each in case.training.model.parameters())
     if case.training.precision is None and is_float32:
-        yield AppliedRemedy(remedy("bfloat16"), obstacle=case.obstacle)
+        yield AppliedRemedy(remedy("bfloat16"))
 
 
 def _chunks(case: Case) -> Iterator[AppliedRemedy]:
