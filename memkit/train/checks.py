@@ -39,6 +39,14 @@ ACCUMULATOR = Caller("GradientAccumulator", "accumulator")
 WRAPPER = Caller("MemoryEfficientTrainingWrapper", "trainer")
 
 
+def warn_of_no_rows(call: str, effect: str) -> None:
+    """Warn of a batch without rows, and say what comes of it."""
+    warn_user(
+        f"{call}: the batch has no rows: {effect}, and the mean over its rows is NaN. Way out: write "
+        "`if len(x):` before the step, or find out why the loader makes empty batches."
+    )
+
+
 def check_loss(loss: object, *, call: str, count: object = None) -> None:
     """Check that a loss is a single number with its graph; with count 0 it may be a constant, which is skipped.
 

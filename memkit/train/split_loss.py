@@ -33,7 +33,7 @@ from memkit._torch.modules import COMPILED, is_compiled_wrapper
 from memkit._torch.ranks import after_forward, before_forward
 from memkit.train.bystanders import Bystanders
 from memkit.train.check_attempt import CheckAttempt
-from memkit.train.checks import check_loss, check_spent_graph, read_count
+from memkit.train.checks import check_loss, check_spent_graph, read_count, warn_of_no_rows
 from memkit.train.divisors import divisors
 from memkit.train.drive import BatchDriver
 from memkit.train.gradients import (
@@ -182,6 +182,7 @@ class SplitLoss(Uncopied):
         self.outputs: tuple[Any, ...] = ()
         self.num_ooms = 0
         self.is_checking = False
+        self._has_warned_of_no_rows = False
         self._checked_precisions = set[tuple[torch.dtype, bool]]()
         self._bystanders: Bystanders | None = None
 
@@ -198,7 +199,8 @@ class SplitLoss(Uncopied):
                 computed in float16.
 
         Returns:
-            0-dim loss of the batch; without gradients (``torch.no_grad()``) the plain loss of the batch, not split.
+            0-dim loss of the batch; for one without rows what ``loss_fn`` returns for it, as the NaN of a mean, with a
+            gradient of 0; without gradients (``torch.no_grad()``) the plain loss of the batch, not split.
 
         Raises:
             MemkitOutOfMemoryError: Even the smallest micro-batch does not fit, or smaller ones would change the result.
@@ -209,6 +211,9 @@ class SplitLoss(Uncopied):
             InputTypeError: ``loss_fn`` is not callable, or does not return a tensor.
             StateError: A part of the batch changes ``.grad``: ``loss_fn`` calls ``backward()`` or ``zero_grad()``
                 itself. Or, in backward, ``create_graph=True``: the graphs of the parts are gone.
+
+        Warns:
+            MemkitWarning: The batch has no rows; told once, and not in DistributedDataParallel.
         """
         check_loss_fn(loss_fn, batch, call=f"{_CALL}(model)")
         scaling = self._scaling
@@ -250,6 +255,9 @@ class SplitLoss(Uncopied):
         watch.loss_fn = loss_fn
         try:
             run = self._driver.open(batch, self._num_microbatches, total)
+            if not run.size and not self._replicas and not self._has_warned_of_no_rows:
+                self._has_warned_of_no_rows = True
+                warn_of_no_rows(_CALL_LOSS, "its gradient is 0")
             for attempt in self._driver.attempts(run, loss_fn):
                 if isinstance(attempt, CheckAttempt):
                     self._run_check(attempt, loss_fn)
@@ -359,6 +367,7 @@ class _Total:
         self.is_torn = False
         self._gradients: list[torch.Tensor | None] = [None] * len(self.parameters)
         self._value: torch.Tensor | None = None
+        self._of_no_rows: torch.Tensor | None = None  # the loss of a batch without rows, which has no gradient
         self._count: float | None = None
         self._unit = 1.0  # counted losses are summed in units of the first part's count: large sums overflow float16
 
@@ -390,6 +399,8 @@ class _Total:
             value = root.detach().to(accumulator_dtype(root.dtype)) * weight
             self._value = value if self._value is None else self._value + value
             self.is_torn = False
+        elif count is None:
+            self._of_no_rows = loss.value.detach().reshape(())
         if count is not None:
             self._count = (self._count or 0.0) + count
 
@@ -413,7 +424,8 @@ class _Total:
         """Return a loss whose backward hands the gradient over."""
         if self._value is None or self._count == 0:  # the total weight is zero; other ranks still wait for a gradient
             self._gradients = [torch.zeros_like(each) for each in self.parameters]
-            self._value = torch.zeros((), device=self.parameters[0].device)
+            nothing = torch.zeros((), device=self.parameters[0].device)
+            self._value = nothing if self._of_no_rows is None else self._of_no_rows
         # Only parameters that the loss reaches: the others should have no gradient, not zeros.
         reached = [i for i, gradient in enumerate(self._gradients) if gradient is not None]
         value, gradients = self._value * scale, [self._gradients[i] for i in reached]

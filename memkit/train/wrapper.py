@@ -46,6 +46,7 @@ from memkit.train.checks import (
     check_spent_graph,
     read_count,
     refuse_closed,
+    warn_of_no_rows,
 )
 from memkit.train.divisors import divisors
 from memkit.train.drive import BatchDriver
@@ -735,10 +736,7 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing, Composed, Overviewed):
                 )
         if not num_rows and not self._has_warned_of_no_rows and self._sum.ranks is None:
             self._has_warned_of_no_rows = True
-            warn_user(
-                f"{_STEP}: the batch has no rows: nothing is trained, and its mean loss is NaN. Way out: write "
-                "`if len(x):` before the step, or find out why the loader makes empty batches."
-            )
+            warn_of_no_rows(_STEP, "nothing is trained")
 
     def _step(self) -> bool:
         run = self._batch_run

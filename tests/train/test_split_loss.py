@@ -422,6 +422,30 @@ def test_a_backward_that_differentiates_by_itself(num_microbatches):
     assert_same(gradients(model), want, 1e-14)
 
 
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+def test_a_batch_without_rows_has_the_functions_own_loss_and_no_gradient(num_microbatches):
+    """As in the wrapper: the NaN of a mean is not told as a loss of 0, and does not reach the weights."""
+    model = make()
+    split = mk.SplitLoss(model, num_microbatches=num_microbatches)
+    batch = [each[:0] for each in rows()]
+    for scale in (None, 1024.0):
+        recorded = warnings.catch_warnings(record=True, action="always")
+        with recorded as warned:
+            loss = split(batch, square_error, scale=scale)
+        assert loss.isnan()
+        loss.backward()
+        assert all(not each.grad.any() for each in model.parameters())
+        told = [str(each.message) for each in warned]
+        assert len(told) == (scale is None)  # once
+        assert all(
+            "the batch has no rows: its gradient is 0, and the mean over its rows is NaN" in each for each in told
+        )
+    sums = mk.SplitLoss(model, num_microbatches=num_microbatches, reduction="sum")
+    with pytest.warns(mk.MemkitWarning, match="the batch has no rows"):
+        assert sums(batch, lambda model, batch: (model(batch[0]) - batch[1]).square().sum()) == 0
+    assert split(rows(), square_error).isfinite()
+
+
 def test_remembers_fitting_sizes():
     split = mk.SplitLoss(make(), probe=False)
     batch = rows()
