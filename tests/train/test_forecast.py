@@ -658,7 +658,7 @@ def test_the_sum_of_gradients_that_only_parts_need_is_told_of():
     model = nn.Sequential(nn.Linear(8, 256), nn.Linear(256, 1)).double()
     with trainer_of(model, memory="60KiB") as trainer:
         with pytest.warns(mk.MemkitWarning, match="the sum of the parts' gradients 20.01 KiB more") as caught:
-            assert trainer.train_step(torch.ones(32, 8).double(), mean_square).sizes == (1,) * 32
+            assert trainer.train_step(torch.ones(32, 8).double(), mean_square).num_microbatches > 1
         row, total, available = map(float, re.findall(r"([\d.]+) KiB", str(caught[0].message)))
         assert row < available < row + total
         assert trainer.train_step(torch.ones(4, 8).double(), mean_square).sizes == (4,)
