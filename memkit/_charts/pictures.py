@@ -88,6 +88,7 @@ def save_picture(figure: Figure, path: str | os.PathLike[str] | None, call: str)
 
     Raises:
         ConfigError: The path is a PNG and matplotlib is not installed, or the suffix is unknown.
+        InputError: ``path`` is a directory, or lies in one that does not exist.
         OSError: The file cannot be written.
     """
     if path is not None:

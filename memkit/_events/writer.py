@@ -16,7 +16,7 @@ from typing import Any
 from memkit._core.errors import FileFormatError, InputError, StateError, warn_user
 from memkit._core.printable import printable_json
 from memkit._events.log import EVENT_KEYS, Event, LogHeader, require_rank
-from memkit._machine.files import atomic_writer
+from memkit._machine.files import atomic_writer, check_place
 
 if sys.platform != "win32":
     import fcntl
@@ -49,11 +49,11 @@ class EventWriter:
         header: Header that describes this run.
 
     Raises:
+        InputError: ``path`` is a directory, or lies in one that does not exist; or the header takes more than 16 MiB.
         OSError: The file cannot be opened.
         StateError: Another writer, in this process or another one, has the file open; it is left unchanged. Not
             detected on Windows, nor on file systems without locks.
         FileFormatError: The file is not an event log; it is left unchanged.
-        InputError: The header takes more than 16 MiB.
 
     Example:
         >>> import tempfile, pathlib
@@ -73,7 +73,7 @@ class EventWriter:
         self._has_failed = False
         self._pid = os.getpid()
         line = _header_line(header)
-        _check_place(self.path)
+        check_place(f"log={str(self.path)!r}", self.path, example="memory_events.jsonl")
         self._file = self.path.open("a+b", buffering=0)
         try:
             self._lock()
@@ -198,8 +198,9 @@ def save_events(path: str | os.PathLike[str], header: LogHeader, events: Iterabl
         events: The run's events in order.
 
     Raises:
+        InputError: ``path`` is a directory, or lies in one that does not exist; or the header or an event takes more
+            than 16 MiB.
         OSError: The file cannot be written; an existing file is unchanged.
-        InputError: The header or an event takes more than 16 MiB.
     """
     with atomic_writer(path) as file:
         file.writelines(run_lines(header, events))
@@ -242,21 +243,6 @@ def _header_record(header: LogHeader) -> dict[str, Any]:
     """Return the JSON object of a header."""
     known = asdict(header, dict_factory=lambda pairs: {name: value for name, value in pairs if value is not None})
     return {"schema": SCHEMA, **known, "units": "bytes"}
-
-
-def _check_place(path: Path) -> None:
-    """Refuse a directory as a log, and a path in a directory that does not exist."""
-    call = f"log={str(path)!r}"
-    if path.is_dir():
-        fix = f"add a file name: log={str(path / 'memory_events.jsonl')!r}."
-        raise InputError(call, got="a directory", expected="the path of a file", fix=fix)
-    if not path.parent.is_dir():
-        raise InputError(
-            call,
-            got=f"a path in {str(path.parent)!r}, which is not a directory",
-            expected="a path in a directory that exists",
-            fix=f"create it first: os.makedirs({str(path.parent)!r}, exist_ok=True).",
-        )
 
 
 def _header_line(header: LogHeader) -> bytes:

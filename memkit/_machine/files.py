@@ -16,7 +16,51 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
+from memkit._core.errors import InputError
+
 _SUFFIX = ".memkit-tmp"
+
+
+def check_folder(call: str, folder: Path, *, got: str = "") -> None:
+    """Refuse a folder that is missing before anything is written to it.
+
+    Args:
+        call: The user's call, for the message.
+        folder: The folder.
+        got: The user's argument in words; without it, the folder itself.
+
+    Raises:
+        InputError: It is not a directory.
+    """
+    if not folder.is_dir():
+        name = str(folder)
+        raise InputError(
+            call,
+            got=f"{got or 'a path'} {name!r}, which is not a directory",
+            expected="a directory that exists",
+            fix=(
+                f"use a directory, for example {str(folder.parent)!r}."
+                if folder.exists()
+                else f"create it first: os.makedirs({name!r}, exist_ok=True)."
+            ),
+        )
+
+
+def check_place(call: str, path: Path, *, example: str = "file.json") -> None:
+    """Refuse a path at which no file can be written: a directory, and a path in a directory that does not exist.
+
+    Args:
+        call: The user's call, for the message.
+        path: The file to write.
+        example: A name for the file, which the message suggests.
+
+    Raises:
+        InputError: It is such a path.
+    """
+    if path.is_dir():
+        fix = f"add a file name, for example {str(path / example)!r}."
+        raise InputError(call, got="a directory", expected="the path of a file", fix=fix)
+    check_folder(call, path.parent, got="a path in")
 
 
 @contextlib.contextmanager
@@ -31,9 +75,11 @@ def atomic_writer(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
         A binary file. If the block raises, or the process dies at any instant, ``path`` is unchanged.
 
     Raises:
+        InputError: ``path`` is a directory, or lies in one that does not exist.
         OSError: The file cannot be written (disk full, read-only, a dangling link, a device); ``path`` is unchanged
             and nothing is left behind.
     """
+    check_place(f"writing {os.fspath(path)!r}", Path(path))
     target = _target_of(path)
     _sweep(target)
     temporary = target.with_name(f"{_prefix(target)}{os.getpid()}.{os.urandom(4).hex()}{_SUFFIX}")
@@ -45,8 +91,11 @@ def atomic_writer(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
                 temporary.chmod(target.stat().st_mode & 0o7777)
             os.fsync(file.fileno())
         temporary.replace(target)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
+    except BaseException as error:
+        with contextlib.suppress(OSError):  # as of a read-only file system: the error is the one that is raised
+            temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename == os.fspath(temporary):
+            error.filename, error.filename2 = os.fspath(path), None  # the name that the caller knows
         raise
     _fsync_directory(target.parent)
 

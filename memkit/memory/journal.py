@@ -40,7 +40,8 @@ class EventJournal:
 
     Raises:
         ConfigError: ``max_events`` is negative.
-        OSError: The log file cannot be opened; its directory must exist.
+        InputError: The log's directory does not exist.
+        OSError: The log file cannot be opened.
         StateError: Another manager, in this process or another one, is writing to this log.
         FileFormatError: The file is not an event log; it is left unchanged.
 
@@ -103,6 +104,7 @@ class EventJournal:
             path: The file; an existing one is replaced. Its directory must exist.
 
         Raises:
+            InputError: ``path`` is a directory, or lies in one that does not exist.
             OSError: The file cannot be written; an existing file is unchanged.
         """
         first = [Event("events_dropped", note={"num_dropped": self.num_dropped})] if self.num_dropped else []

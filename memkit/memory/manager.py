@@ -122,8 +122,8 @@ class MemoryManager(Uncopied, Closing, Overviewed):
     Raises:
         ConfigError: This machine has no such device, the device holds no memory (``"meta"``), or another argument is
             invalid.
-        InputError: The budget is negative, or text that is not a size.
-        OSError: The log file cannot be opened; its directory must exist.
+        InputError: The budget is negative, or text that is not a size; or the log's directory does not exist.
+        OSError: The log file cannot be opened.
         StateError: Another manager, in this process or another one, is writing to this log.
 
     Example:

@@ -309,6 +309,7 @@ def write_gpus(path: str | os.PathLike[str], gpus: Iterable[GPU]) -> None:
         gpus: The GPUs.
 
     Raises:
+        InputError: ``path`` is a directory, or lies in one that does not exist.
         OSError: The file cannot be written.
     """
     write_text(path, json.dumps({"gpus": [gpu.as_dict() for gpu in gpus]}, indent=1) + "\n")

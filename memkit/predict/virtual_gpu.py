@@ -206,6 +206,7 @@ class VirtualGPU(Uncopied, Overviewed):
             path: The file; an existing file is replaced atomically.
 
         Raises:
+            InputError: ``path`` is a directory, or lies in one that does not exist.
             OSError: The file cannot be written.
 
         Example:

@@ -51,8 +51,8 @@ def write_report(
 
     Raises:
         InputTypeError: ``log`` or ``baseline`` is not a log, or a custom section is not a section.
-        InputError: The log has no events; the suffix is not a known format; the file exists and is not a report;
-            ``gpu`` is an unknown GPU.
+        InputError: The log has no events; the path's directory does not exist, its suffix is not a known format, or its
+            file is not a report; ``gpu`` is an unknown GPU.
         ConfigError: ``language`` is not supported.
         OSError: The file cannot be written.
 

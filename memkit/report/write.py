@@ -9,7 +9,7 @@ from pathlib import Path
 
 from memkit._core.errors import InputError
 from memkit._core.printable import printable_json
-from memkit._machine.files import write_text
+from memkit._machine.files import check_place, write_text
 from memkit.report.html import to_html
 from memkit.report.markdown import to_markdown, to_text
 from memkit.report.nodes import AllocationView, Bars, Lines, Node, Paragraph, Report, Share, Size, Table
@@ -36,17 +36,11 @@ def check_target(path: str | os.PathLike[str], *, replaces: bool = True) -> Path
         replaces: Whether an earlier report may be replaced; any other file is refused.
 
     Raises:
-        InputError: Its suffix is not a known format, or the file exists and may not be replaced.
+        InputError: It is a directory, or in one that does not exist; its suffix is not a known format; or the file
+            exists and may not be replaced.
         OSError: The file cannot be read.
     """
     target = Path(path)
-    if not target.parent.is_dir():
-        raise InputError(
-            f"write_report(log, {str(path)!r})",
-            got="a folder that does not exist",
-            expected="a path in an existing folder",
-            fix=f"create it first: os.makedirs({str(target.parent)!r})",
-        )
     call = f"the report {str(target)!r}"
     if target.suffix.lower() not in SUFFIXES:
         meant = target.with_suffix(".html").name if target.name else "report.html"
@@ -56,10 +50,7 @@ def check_target(path: str | os.PathLike[str], *, replaces: bool = True) -> Path
             expected=f"one of {', '.join(SUFFIXES)}",
             fix=f"write {meant!r}{_TO_PDF if target.suffix.lower() == '.pdf' else ''}.",
         )
-    if target.is_dir():
-        raise InputError(
-            call, got="a directory", expected="a path for a file", fix="add a file name, for example 'report.html'."
-        )
+    check_place(f"write_report(log, {str(path)!r})", target, example="report.html")
     if target.is_symlink() and not target.exists():
         fix = "remove the link, or choose another name."
         raise InputError(call, got="a link to a missing file", expected="a new path", fix=fix)

@@ -25,7 +25,7 @@ from memkit._torch.graph import at_end_of_backward, current_backward, current_no
 from memkit._torch.tensors import base_of, is_view, is_zero_tensor, storage_key, version_of
 from memkit.train.checks import WRAPPER, check_transforms
 from memkit.train.models import device_of
-from memkit.train.offload_files import Arriving, DiskStore, FakeStore, HostStore, Store, span
+from memkit.train.offload_files import Arriving, DiskStore, FakeStore, HostStore, Store, given_folder, span
 from memkit.train.state_offload import moved_state
 
 _WORTH_WHOLE = 4  # a storage is kept as a whole, once for all its views, unless the view at hand is much smaller
@@ -63,6 +63,7 @@ class offload_activations(contextlib.AbstractContextManager["offload_activations
 
     Raises:
         InputTypeError: ``model`` is not a module, or ``folder`` is not a path.
+        InputError: ``folder`` is not a directory that exists.
         ConfigError: A setting is invalid. Or, from the block: it calls `torch.func.grad`, or another transform that
             takes gradients, which torch does not run within saved tensor hooks.
         MemkitOutOfMemoryError: From the forward: the disk is full. The state is unchanged since before that operator.
@@ -104,7 +105,7 @@ class offload_activations(contextlib.AbstractContextManager["offload_activations
             Checker("offload_activations(model=...)").instance(model, nn.Module, expected, fix)
         self._budget = parse_bytes(budget, name="budget")
         self._min_bytes = parse_bytes(min_bytes, name="min_bytes")
-        self._to, self._folder, self._model = to, None if folder is None else check.path("folder", folder), model
+        self._to, self._folder, self._model = to, given_folder(check, folder), model
         self._stores: dict[torch.device, Store] = {}
         self._records: weakref.WeakValueDictionary[int, _Record] = weakref.WeakValueDictionary()  # by storage address
         self._reads: DataReads | None = None

@@ -15,7 +15,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from memkit._core.errors import MemkitOutOfMemoryError
+from memkit._core.settings import Checker
 from memkit._machine.devices import current_stream
+from memkit._machine.files import check_folder
 
 _ALIGNMENT = 64  # bytes, of a tensor in a mapped file
 
@@ -185,6 +187,20 @@ class FakeStore:
 
     def release(self, handle: tuple[torch.Tensor, int]) -> None:
         """Nothing to do."""
+
+
+def given_folder(check: Checker, folder: str | Path | None) -> Path | None:
+    """Return the folder that a user has given for the file; a missing one is refused before the training begins.
+
+    Raises:
+        InputTypeError: It is not a path.
+        InputError: It is not a directory that exists.
+    """
+    if folder is None:
+        return None
+    path = check.path("folder", folder)
+    check_folder(f"{check.call}(folder=...)", path)
+    return path
 
 
 class _Ranges:

@@ -14,7 +14,7 @@ from memkit._core.errors import ConfigError
 from memkit._core.settings import Checker
 from memkit.train.chunked_steps import atomic_steps
 from memkit.train.gradients import given_optimizers
-from memkit.train.offload_files import map_file
+from memkit.train.offload_files import given_folder, map_file
 from memkit.train.parameterwise import materialize_state, require_own_state
 
 
@@ -33,6 +33,7 @@ def offload_state(optimizer: Optimizer | Sequence[Optimizer], *, folder: str | P
 
     Raises:
         ConfigError: The optimizer is not supported, or the parameters are sharded.
+        InputError: ``folder`` is not a directory that exists.
         MemkitOutOfMemoryError: The disk is full; the state is unchanged.
 
     Memory:
@@ -47,9 +48,7 @@ def offload_state(optimizer: Optimizer | Sequence[Optimizer], *, folder: str | P
         ...     optimizer.step()
     """
     optimizers = given_optimizers("offload_state", optimizer)
-    if folder is not None:
-        folder = Checker("offload_state").path("folder", folder)
-    with moved_state(optimizers, folder), atomic_steps(optimizers):
+    with moved_state(optimizers, given_folder(Checker("offload_state"), folder)), atomic_steps(optimizers):
         yield
 
 

@@ -8,10 +8,12 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
 from memkit._machine import files
+from memkit.errors import InputError
 
 WRITER = """
 import sys
@@ -128,3 +130,24 @@ def test_rejects_dangling_links_and_special_files(tmp_path):
         with pytest.raises(OSError, match="not a regular file"):
             files.write_text(tmp_path / name, "x")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["chain", "link", "loop", "null", "pipe"]
+
+
+def test_a_missing_directory_is_told_by_the_callers_path(tmp_path):
+    (tmp_path / "file").write_text("old")
+    for path, text in (
+        (tmp_path / "no" / "x", f"{str(tmp_path / 'no')!r}, which is not a directory.*create it first: os.makedirs"),
+        (tmp_path / "file" / "x", rf"which is not a directory.*use a directory, for example {str(tmp_path)!r}\.$"),
+        (tmp_path, "got a directory; expected the path of a file.*add a file name"),
+    ):
+        with pytest.raises(InputError, match=text) as raised:
+            files.write_text(path, "x")
+        assert raised.value.call == f"writing {str(path)!r}"
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="needs a directory in which nobody may create a file")
+def test_a_refused_write_names_the_callers_path():
+    with pytest.raises(OSError) as raised:  # noqa: PT011 - the name is checked below
+        files.write_text("/proc/self/x.json", "x")
+    assert (raised.value.filename, raised.value.filename2) == ("/proc/self/x.json", None)
+    assert "memkit-tmp" not in str(raised.value)

@@ -194,6 +194,8 @@ def test_rejects_missing_directory(tmp_path):
     ):
         with pytest.raises(mk.errors.InputError, match=text):
             mk.MemoryManager("cpu", log=log)
+        with pytest.raises(mk.errors.InputError, match=text):
+            mk.MemoryManager("cpu").events.save(log)
 
 
 def test_after_close_events_stay_in_memory(tmp_path):

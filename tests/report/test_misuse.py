@@ -44,7 +44,7 @@ TABLE = [
     (lambda log: mk.write_report(log, ""), "InputError", "write 'report.html'."),
     (lambda log: mk.write_report(log, "a.html", sections=len), "ConfigError", "pass sections=[...]."),
     (lambda log: mk.write_report(log, "a.html", sections=["a"]), "InputTypeError", "not its result sections()."),
-    (lambda log: mk.write_report(log, "no/a.html"), "InputError", "create it first: os.makedirs('no')"),
+    (lambda log: mk.write_report(log, "no/a.html"), "InputError", "create it first: os.makedirs('no', exist_ok=True)."),
     (lambda log: mk.write_report(log, "a.html", before=log), "InputTypeError", "'a.html', baseline=baseline)"),
     (lambda log: mk.write_report(log, "a.html", "e.json"), "InputTypeError", "'a.html', baseline='e.json')"),
     (lambda log: mk.write_report(log, "a.html", format="html"), "InputTypeError", "write write_report(log, 'a.html')"),

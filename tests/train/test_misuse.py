@@ -5,6 +5,7 @@ import functools
 import inspect
 import re
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -457,6 +458,16 @@ ACCUMULATED = [
     ),
     (lambda: mk.train.offload_activations(to="disk", folder=3), InputTypeError, "pass folder='path/to/it'."),
     (lambda: mk.train.offload_state(sgd(net()), folder=3).__enter__(), InputTypeError, "pass folder='path/to/it'."),
+    (
+        lambda: mk.train.offload_activations(to="disk", folder="/no/x"),
+        InputError,
+        "create it first: os.makedirs('/no/x', exist_ok=True).",
+    ),
+    (
+        lambda: mk.train.offload_state(sgd(net()), folder=__file__).__enter__(),
+        InputError,
+        f"use a directory, for example {str(Path(__file__).parent)!r}.",
+    ),
     (lambda: accumulator(0), ConfigError, "pass accumulation_steps=1."),
     (lambda: accumulator(objective="max"), ConfigError, "pass objective='mean'."),
     (lambda: accumulator(accumulate_dtype=torch.float16), ConfigError, "pass accumulate_dtype=torch.float32."),

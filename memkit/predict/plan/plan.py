@@ -140,6 +140,7 @@ class ParetoFront(Sequence[PlanCandidate]):
 
         Raises:
             ConfigError: The path is a PNG and matplotlib is not installed, or the suffix is unknown.
+            InputError: ``path`` is a directory, or lies in one that does not exist.
             OSError: The file cannot be written.
         """
         chart = self.plan.chart(front=self.candidates)

@@ -103,6 +103,7 @@ class ScalingResult:
             path: File to write as well, atomically; None writes nothing.
 
         Raises:
+            InputError: ``path`` is a directory, or lies in one that does not exist.
             OSError: The file cannot be written.
         """
         text = io.StringIO()
@@ -117,6 +118,7 @@ class ScalingResult:
         """Write `as_dict` as one JSON object, atomically; null means unknown.
 
         Raises:
+            InputError: ``path`` is a directory, or lies in one that does not exist.
             OSError: The file cannot be written.
         """
         write_text(path, json.dumps(self.as_dict(), indent=2) + "\n")
@@ -132,6 +134,7 @@ class ScalingResult:
 
         Raises:
             ConfigError: The path is a PNG and matplotlib is not installed, or the suffix is unknown.
+            InputError: ``path`` is a directory, or lies in one that does not exist.
             OSError: The file cannot be written.
         """
         return save_picture(self._figure(), path, "result.plot")
