@@ -25,11 +25,14 @@ def read_regular(path: str | os.PathLike[str], call: str, most_bytes: int = MOST
     """
     # Without O_NONBLOCK, opening a pipe without a writer would block.
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
-    with os.fdopen(descriptor, "rb") as file:
-        mode = os.fstat(file.fileno()).st_mode
+    try:
+        mode = os.fstat(descriptor).st_mode
         if not stat.S_ISREG(mode):
             raise _refusal(call, f"a {_kind(mode)}", "a regular file")
-        data = file.read(most_bytes + 1)
+        with os.fdopen(descriptor, "rb", closefd=False) as file:  # for a folder it would raise an error without a name
+            data = file.read(most_bytes + 1)
+    finally:
+        os.close(descriptor)
     if len(data) > most_bytes:
         raise _refusal(call, f"more than {format_bytes(most_bytes)}", "a file of at most that size")
     return data

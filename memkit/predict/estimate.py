@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, TypeAlias
 
 from memkit._charts.overview import Overview, Overviewed
-from memkit._core.errors import warn_user
+from memkit._core.errors import FileFormatError, warn_user
 from memkit._core.foreign import AS_DICT, PEAK, SUMMARY
 from memkit._core.printable import percent, printable
 from memkit._core.units import format_bytes
@@ -511,13 +511,25 @@ class MemoryEstimate(Overviewed):
 
     @classmethod
     def from_dict(cls, figures: Mapping[str, Any]) -> MemoryEstimate:
-        """Return the estimate that `as_dict` described, also after a round trip through JSON."""
-        given = {each.name: figures[each.name] for each in fields(cls) if not each.name.startswith("_")}
-        least, reserved_range = figures["least_reserved_bytes"], figures["reserved_range"]
-        given["_find_least"] = None if least is None else partial(int, least)
-        given["_find_range"] = None if reserved_range is None else partial(tuple, reserved_range)
-        lists = {name: tuple(figures[name]) for name in ("guesses", "doubts", "assumptions")}
-        return cls(**given | lists | {"holders": tuple(Holder(**each) for each in figures["holders"])})
+        """Return the estimate that `as_dict` described, also after a round trip through JSON.
+
+        Raises:
+            FileFormatError: `as_dict` did not return these figures.
+        """
+        try:
+            given = {each.name: figures[each.name] for each in fields(cls) if not each.name.startswith("_")}
+            least, reserved_range = figures["least_reserved_bytes"], figures["reserved_range"]
+            given["_find_least"] = None if least is None else partial(int, least)
+            given["_find_range"] = None if reserved_range is None else partial(tuple, reserved_range)
+            lists = {name: tuple(figures[name]) for name in ("guesses", "doubts", "assumptions")}
+            return cls(**given | lists | {"holders": tuple(Holder(**each) for each in figures["holders"])})
+        except (TypeError, KeyError) as error:
+            raise FileFormatError(
+                "MemoryEstimate.from_dict(figures)",
+                got=f"a {type(figures).__name__} ({type(error).__name__}: {error})",
+                expected="the mapping that as_dict() returned",
+                fix="write MemoryEstimate.from_dict(estimate.as_dict())",
+            ) from error
 
 
 def warn_of_doubts(call: str, estimate: MemoryEstimate) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from memkit._core.errors import ConfigError, FileFormatError
-from memkit._core.settings import nearest_word
+from memkit._core.settings import Checker, nearest_word
 from memkit._core.words import ForeignWords
 from memkit._machine.regular_file import read_regular
 
@@ -72,6 +72,7 @@ class Settings(BaseModel):
             path: The file. Fields that it does not name take their defaults.
 
         Raises:
+            InputTypeError: ``path`` is not a path.
             ConfigError: A value is invalid.
             FileFormatError: The file is not valid JSON, or holds something other than fields.
             OSError: The file cannot be read.
@@ -85,7 +86,7 @@ class Settings(BaseModel):
             2
         """
         call = f"{cls.__name__}.from_file({str(path)!r})"
-        data = read_regular(path, call)
+        data = read_regular(Checker(f"{cls.__name__}.from_file").path("path", path), call)
         try:
             values = json.loads(data)
         except (ValueError, RecursionError) as error:

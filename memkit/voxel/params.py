@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from memkit._core.errors import FileFormatError, InputError
+from memkit._core.errors import FileFormatError, InputError, InputTypeError
 from memkit._core.settings import Checker
 from memkit._core.sparse_voxels import Triple
 from memkit.voxel.layout import read_axes
@@ -55,9 +55,17 @@ class AugmentationParams(ABC):
         """Read a record written by `to_json`.
 
         Raises:
+            InputTypeError: ``text`` is not text.
             FileFormatError: The text was not written by `to_json`.
             InputError: A value in it is invalid.
         """
+        if not isinstance(text, str | bytes | bytearray):
+            raise InputTypeError(
+                "AugmentationParams.from_json(text)",
+                got=f"a {type(text).__name__}",
+                expected="the text that to_json() returned",
+                fix="write AugmentationParams.from_json(params.to_json())",
+            )
         try:
             found = json.loads(text)
         except (ValueError, RecursionError) as error:

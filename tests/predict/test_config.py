@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, strategies as st
 from pydantic import ValidationError
 
-from memkit._core.errors import ConfigError, FileFormatError
+from memkit._core.errors import ConfigError, FileFormatError, InputTypeError
 from memkit.predict.config import TrainingConfig
 from tests.helpers import assert_refused
 
@@ -141,3 +141,9 @@ def test_a_wrong_value_in_a_file_names_the_file(tmp_path):
 def test_a_missing_file(tmp_path):
     with pytest.raises(FileNotFoundError):
         TrainingConfig.from_file(tmp_path / "run.json")
+
+
+def test_a_path_that_is_no_file(tmp_path):
+    assert assert_refused(lambda: TrainingConfig.from_file(tmp_path), FileFormatError).got == "a folder"
+    error = assert_refused(lambda: TrainingConfig.from_file(None), InputTypeError)
+    assert error.call == "TrainingConfig.from_file(path=...)"

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import memkit as mk
-from memkit._core.errors import ConfigError, InputError, InputTypeError, NotSimulatedError
+from memkit._core.errors import ConfigError, FileFormatError, InputError, InputTypeError, NotSimulatedError
 from memkit.predict.estimate import MemoryEstimate
 from memkit.predict.gpus import find_gpu
 from memkit.predict.presets import get_preset_config
@@ -598,6 +598,11 @@ def test_the_answer():
     assert sizes == sorted(sizes, reverse=True)
     assert copy.deepcopy(estimate) == estimate
     assert MemoryEstimate.from_dict(json.loads(json.dumps(estimate.as_dict()))) == estimate
+
+
+@pytest.mark.parametrize("figures", [None, "", "[]", b"", {}, {"parameters_bytes": 3}])
+def test_other_figures_are_no_estimate(figures):
+    assert_refused(lambda: MemoryEstimate.from_dict(figures), FileFormatError, "from_dict(estimate.as_dict())")
 
 
 def test_known_positions_that_are_joined_stay_on_the_card():

@@ -120,6 +120,8 @@ def test_rejects_impossible_record(change, error, text):
 def test_rejects_text_without_record():
     for text in ("", "[1]", "{", "null", b"\xff", "[" * 100_000):
         assert_refused(partial(AugmentationParams.from_json, text), FileFormatError)
+    for nothing in (None, {}, 3):
+        assert_refused(partial(AugmentationParams.from_json, nothing), InputTypeError, "from_json(params.to_json())")
 
 
 def test_the_sources_configuration_is_accepted():
