@@ -129,11 +129,11 @@ class Recording:
         Raises:
             InputError: The recording has no storage on ``device``, or the label is unknown.
         """
-        return self._split(label, self._held_at("peak", device))
+        return self._split("peak_by", label, self._held_at("peak", device))
 
     def live_by(self, label: Label, device: str | None = None) -> dict[str, int]:
         """Split live bytes at the end, as `peak_by` splits the peak; the values add up to ``live_bytes(device)``."""
-        return self._split(label, self._held_at("end", device))
+        return self._split("live_by", label, self._held_at("end", device))
 
     def peak_storage(self, device: str | None = None) -> StorageRecord | None:
         """Return the storage that brought live bytes to their peak; None if nothing was recorded."""
@@ -158,11 +158,11 @@ class Recording:
         """Return all storages by id. Builds one object per storage: prefer `peak_by` and `top` for large recordings."""
         return self._records(np.arange(self.num_storages))
 
-    def _split(self, label: Label, held: IntArray) -> dict[str, int]:
+    def _split(self, method: str, label: Label, held: IntArray) -> dict[str, int]:
         """Sum up ``held`` per name of a label, largest first."""
         if label not in self.codes:
             raise InputError(
-                f"peak_by({label!r})",
+                f"{method}({label!r})",
                 got=repr(label),
                 expected=f"one of {', '.join(self.codes)}",
                 fix="pick one of these labels.",

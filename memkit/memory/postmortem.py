@@ -125,7 +125,7 @@ def _tracked(tracker: Tracker) -> dict[str, Any]:
         "live_bytes": tracker.live_bytes,
         "by_category_bytes": tracker.live_by("category"),
         "by_module_bytes": dict(islice(tracker.live_by("module").items(), _NUM_LARGEST)),
-        "by_line_bytes": dict(islice(tracker.live_by("source").items(), _NUM_LARGEST)),
+        "by_line_bytes": dict(islice(tracker.live_by("line").items(), _NUM_LARGEST)),
     }
 
 

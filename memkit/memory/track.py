@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self
 
 import torch
 
 from memkit._charts.overview import Overview, Overviewed
-from memkit._core.errors import StateError
+from memkit._core.errors import InputError, StateError
 from memkit._core.foreign import PEAK, START, SUMMARY
 from memkit._core.protocols import Uncopied
+from memkit._core.settings import Checker
 from memkit._core.units import format_bytes
 from memkit._core.words import guided
 from memkit._machine.devices import resolve_device
@@ -51,6 +52,12 @@ _ABSENT = {
     "with memory.track() as tracker: ...": START,
     "tracker.timeline": "events history",
 }
+
+
+LABELS: dict[str, Label] = {
+    "category": "category", "line": "source", "module": "module", "operator": "operator", "phase": "phase"
+}  # fmt: skip
+"""What memory is split by, as the properties ``peak_by_...`` name it: its label in a recording."""
 
 
 @guided(absent=_ABSENT, methods=("peak_since", "live_by", "top"))
@@ -235,17 +242,18 @@ class Tracker(Uncopied, Overviewed):
         """``(index into timeline, phase)`` at each change of phase."""
         return self._asked[0].phases
 
-    def live_by(self, label: Label) -> dict[str, int]:
+    def live_by(self, label: Literal["category", "module", "operator", "line", "phase", "device"]) -> dict[str, int]:
         """Split `live_bytes` as the properties split the peak, for example after an out-of-memory error.
 
         Args:
-            label: ``"category"``, ``"module"``, ``"operator"``, ``"source"``, ``"phase"`` or ``"device"``.
+            label: ``"category"``, ``"module"``, ``"operator"``, ``"line"``, ``"phase"`` or ``"device"``.
 
         Raises:
             InputError: The label is unknown.
         """
+        known = Checker("tracker.live_by(label)", InputError).choice("label", label, (*LABELS, "device"))
         recording, device = self._asked
-        return recording.live_by(label, device)
+        return recording.live_by(LABELS.get(known, "device"), device)
 
     def top(self, count: int = 10, *, at: Moment = "peak") -> tuple[StorageRecord, ...]:
         """Return the largest storages that were live at the peak, or at the end, largest first."""

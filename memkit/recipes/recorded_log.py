@@ -11,12 +11,9 @@ from memkit._core.errors import InputError
 from memkit._events.allocations import Allocations
 from memkit._events.log import Event, LoggedDevice, LogHeader, Origin
 from memkit._events.reader import EventLog
-from memkit._recorder.recording import IntArray, Label, Recording
-from memkit.memory.track import Tracker
+from memkit._recorder.recording import IntArray, Recording
+from memkit.memory.track import LABELS, Tracker
 
-_LABELS: dict[str, Label] = {
-    "category": "category", "line": "source", "module": "module", "operator": "operator", "phase": "phase"
-}  # fmt: skip
 _NONE = "(none)"
 
 
@@ -78,14 +75,14 @@ def _allocations(recording: Recording, device: str | None) -> Allocations:
     sizes = held - starts
     deaths = np.where(is_last, len(owners), np.append(order[1:], 0)[: len(owners)])
     kept = sizes > 0
-    codes = np.stack([recording.codes[label] for label in _LABELS.values()], axis=1)[owners[kept]]
+    codes = np.stack([recording.codes[label] for label in LABELS.values()], axis=1)[owners[kept]]
     origins, index = np.unique(codes, axis=0, return_inverse=True)
-    texts = {name: [_short(each) or _NONE for each in recording.names[label]] for name, label in _LABELS.items()}
+    texts = {name: [_short(each) or _NONE for each in recording.names[label]] for name, label in LABELS.items()}
     frames: dict[str, int] = {}
     stacks = [
         tuple(
             frames.setdefault(each, len(frames))
-            for each in _stack({name: texts[name][code] for name, code in zip(_LABELS, row, strict=True)})
+            for each in _stack({name: texts[name][code] for name, code in zip(LABELS, row, strict=True)})
         )
         for row in origins.tolist()
     ]
@@ -95,7 +92,7 @@ def _allocations(recording: Recording, device: str | None) -> Allocations:
         deaths=deaths[kept],
         sizes=sizes[kept],
         origins=index.reshape(-1),
-        labels={name: _grouped(origins[:, column], texts[name]) for column, name in enumerate(_LABELS)},
+        labels={name: _grouped(origins[:, column], texts[name]) for column, name in enumerate(LABELS)},
         stacks=tuple(stacks),
         frames=tuple(frames),
     )

@@ -116,7 +116,9 @@ def test_live_tensors_are_readable_after_error(workspace):
     assert tracker.live_by("operator") == {"aten.zeros.default": 1200, "aten.exp.default": 1200}
     assert [s.nbytes for s in tracker.top(at="end")] == [1200, 1200]
     assert tracker.top(1)[0].nbytes == 4000
-    assert_refused(lambda: tracker.live_by("color"), InputError, "color")
+    assert sum(tracker.live_by("line").values()) == 2400
+    error = assert_refused(lambda: tracker.live_by("lines"), InputError, "pass label='line'.")
+    assert error.call == "tracker.live_by(label)"
 
 
 @BOTH

@@ -427,7 +427,8 @@ def test_peaks_are_per_device():
     assert (recording.peak_bytes("cpu"), recording.peak_bytes("meta"), recording.peak_bytes()) == (40, 400, 440)
     assert recording.peak_by("operator", "cpu") == {"aten.zeros.default": 40}
     assert_refused(lambda: recording.peak_bytes("cuda:0"), InputError, "a device of this recording: cpu, meta")
-    assert_refused(lambda: recording.peak_by("color"), InputError, "one of device")
+    assert_refused(lambda: recording.peak_by("color"), InputError, "peak_by('color')", "one of device")
+    assert_refused(lambda: recording.live_by("color"), InputError, "live_by('color')", "one of device")
     del other, more
 
 
