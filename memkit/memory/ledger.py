@@ -17,7 +17,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from threading import get_ident
 from types import TracebackType
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 import torch
 
@@ -46,6 +46,21 @@ _R = TypeVar("_R")
 _now = time.monotonic_ns  # looked up once: between two blocks, each lookup is a cache miss
 
 
+class _NotOpen(list["Interval"]):
+    """In place of the open phases, for a phase that is none of them."""
+
+    def remove(self, phase: Interval) -> NoReturn:
+        raise StateError(
+            f"phase({phase.name!r}).__exit__(...)",
+            got="a phase that is not open",
+            expected="a phase that was entered, and that has not ended yet",
+            fix=f"write `with memory.phase({phase.name!r}):`, which does both.",
+        )
+
+
+_NOT_OPEN = _NotOpen()
+
+
 class Interval:
     """A stretch of a run: a phase or a step. It records the counters at its ends; `Ledger.settle` evaluates them.
 
@@ -55,7 +70,7 @@ class Interval:
 
     Attributes:
         name: Its name.
-        neighbors: For a phase, the open phases of the thread in which it began.
+        neighbors: For an open phase, the open phases of the thread in which it began; for a step None.
         trackers: The open trackers of that thread.
         first: The device's counters at the beginning.
         last: The device's counters at the end.
@@ -126,7 +141,8 @@ class Interval:
         self._ledger = ledger
         self.name = name
         self.first = self.last = _NO_COUNTERS
-        self.neighbors = self.path = self.step = self.error = self.note = None
+        self.neighbors = _NOT_OPEN
+        self.path = self.step = self.error = self.note = None
         self.tracker = self.live_bytes = self.first_node = self.peak = self.host_peak = None
         self.num_nodes = 0
         self.is_steady = False
@@ -147,6 +163,7 @@ class Interval:
             self.error = type(error).__name__
         if self.neighbors is not None:
             self.neighbors.remove(self)  # usually the last, unless generators close in another order or thread
+            self.neighbors = _NOT_OPEN
         try:
             self.end_ns = end_ns = _now()
             if self.first_node is not None:
@@ -413,7 +430,7 @@ class Ledger:
     def _begin_step(self, last: Interval | None, trackers: list[Tracker]) -> Interval:
         self._num_steps += 1
         step = Interval(self, f"step_{self._num_steps}")
-        step.step = self._num_steps
+        step.step, step.neighbors = self._num_steps, None
         if trackers:
             step.tracker, step.mark = trackers[-1], trackers[-1].mark()
         if last is not None and not self.reset_peaks:  # it begins with the counters with which the last one ended

@@ -172,6 +172,18 @@ def test_one_phase_is_one_block():
     assert "next" in memory.phases  # not "forward/next": nothing was left open
 
 
+def test_a_phase_ends_once_and_after_its_beginning():
+    memory = mk.MemoryManager("cpu")
+    phase = memory.phase("forward")
+    assert_refused(
+        lambda: phase.__exit__(None, None, None), mk.errors.StateError, "write `with memory.phase('forward')"
+    )
+    with phase:
+        pass
+    assert_refused(lambda: phase.__exit__(None, None, None), mk.errors.StateError, "a phase that is not open")
+    assert memory.phases["forward"].num_calls == 1
+
+
 def test_open_generator_does_not_affect_other_paths():
     memory = mk.MemoryManager("cpu")
 
