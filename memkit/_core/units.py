@@ -37,8 +37,8 @@ def parse_bytes(value: SupportsIndex | str, *, name: str = "size", is_large: boo
         value: Bytes as an int, or text with a unit, such as ``"24GiB"``, ``"24 GB"`` or ``"1.5MiB"``
             (upper or lower case). A fraction of a byte is rounded down.
         name: Name of the size, for the error message.
-        is_large: Whether this is the memory of a whole device or step. If so, a bare number below 1 MiB is refused,
-            since 24 probably means 24 GiB.
+        is_large: Whether this is a budget, or the memory of a whole device or step. If so, a bare number below 1 MiB
+            is refused, since 24 probably means 24 GiB.
 
     Returns:
         The size in bytes, zero or more.
@@ -67,7 +67,7 @@ def parse_bytes(value: SupportsIndex | str, *, name: str = "size", is_large: boo
         raise InputError(
             call,
             got=f"{num_bytes}, which means {num_bytes} bytes",
-            expected="the memory of a device or a step: 1 MiB or more as a bare number, or text with a unit",
+            expected="a budget of 1 MiB or more as a bare number, or text with a unit",
             fix=_with_units(str(num_bytes)),
         )
     if num_bytes < 0:

@@ -189,8 +189,8 @@ class Sizer:
                 expected="bytes as an int, or text with a unit; not a fraction, since a call does not know its share",
                 fix=f"pass memory_budget={int(float(budget)) if is_size else repr('512MiB')}.",
             )
-        self.budget_bytes = None if budget is None else parse_bytes(cast("str", budget), name=f"{call}: memory_budget")
-        self._bare = None if isinstance(budget, str) else self.budget_bytes
+        name = f"{call}: memory_budget"
+        self.budget_bytes = None if budget is None else parse_bytes(cast("str", budget), name=name, is_large=True)
         if self.budget_bytes == 0:
             raise ConfigError(
                 call,
@@ -203,7 +203,7 @@ class Sizer:
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the measurements out of a pickle or a copy: they name modules by their place in this process."""
-        return {"budget_bytes": self.budget_bytes, "_bare": self._bare}
+        return {"budget_bytes": self.budget_bytes}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore without measurements."""
@@ -230,7 +230,7 @@ class Sizer:
         if known is None:
             known = dict(with_data)
         try:
-            here.last = plan = _Choice(problem, known, self.budget_bytes, self._note()).make()
+            here.last = plan = _Choice(problem, known, self.budget_bytes).make()
         finally:
             here.kinds[kind] = known
             if len(here.kinds) > _MAX_KINDS:
@@ -239,11 +239,6 @@ class Sizer:
         if guesses is not None and plan.num_chunks > 1 and known.keys() - with_data.keys():
             guesses.cuts_rows(plan.chunk_size)
         return plan
-
-    def _note(self) -> str:
-        """Return a note on the meaning of a budget that is a small bare number; empty for others."""
-        bare = self._bare
-        return f"{bare} means {bare} bytes, not '{bare}MiB'; " if bare is not None and bare < MIB else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,13 +322,9 @@ class _Choice:
         known: Earlier measurements by number of rows; new ones are added.
         budget_bytes: Limit that may not be exceeded and is worth filling; None for a chunk as large as is useful for
             speed.
-        note: Text before the way out of a budget that is too small.
     """
 
-    def __init__(
-        self, problem: Problem, known: dict[int, Measurement], budget_bytes: int | None, note: str = ""
-    ) -> None:
-        self._note = note
+    def __init__(self, problem: Problem, known: dict[int, Measurement], budget_bytes: int | None) -> None:
         self._problem, self._known, self._num_rows = problem, known, max(problem.num_rows, 1)
         self._budget, self._keeps_products = budget_bytes, True
         self._first_size = min(_FIRST_SIZE, self._num_rows)
@@ -443,7 +434,7 @@ class _Choice:
             f"chunks, where {taken}",
             expected=f"room for the forward and backward of a chunk, besides {format_bytes(fixed)} for gradients and "
             "running sums, which do not shrink with the chunk size",
-            fix=f"{self._note}{self._problem.elsewhere}pass a memory_budget of at least "
+            fix=f"{self._problem.elsewhere}pass a memory_budget of at least "
             f"{_written(ceil((fixed + least.peak_bytes + 1) / _FILL))}.",
         )
 

@@ -103,7 +103,7 @@ class offload_activations(contextlib.AbstractContextManager["offload_activations
         if model is not None:
             expected, fix = "a module, or None", f"write offload_activations(to={to!r}, model=model)."
             Checker("offload_activations(model=...)").instance(model, nn.Module, expected, fix)
-        self._budget = parse_bytes(budget, name="budget")
+        self._budget = parse_bytes(budget, name="budget", is_large=True)
         self._min_bytes = parse_bytes(min_bytes, name="min_bytes")
         self._to, self._folder, self._model = to, given_folder(check, folder), model
         self._stores: dict[torch.device, Store] = {}

@@ -108,7 +108,7 @@ def nearest_points(
         )
     work = torch.promote_types(a.dtype, b.dtype)
     a, b = a.to(work), b.to(work)
-    search, memory_bytes = _resolved(backend, a, b), parse_bytes(memory_budget, name="memory_budget")
+    search, memory_bytes = _resolved(backend, a, b), parse_bytes(memory_budget, name="memory_budget", is_large=True)
     if not len(a) or not len(b):
         return NearestPoints(a, b, *(torch.zeros(len(each), dtype=torch.int64, device=a.device) for each in (a, b)))
     with torch.no_grad(), torch.autocast(a.device.type, enabled=False):

@@ -251,7 +251,7 @@ def test_suggested_budget_is_sufficient_and_necessary(grad):
         torch.testing.assert_close(proc(volume), fn(volume))
         assert proc.plan(volume).predicted_peak_bytes <= parse_bytes(needed)
         with pytest.raises(mk.errors.ConfigError, match="at least"):
-            mk.ChunkedProcessor(fn, memory_budget=int(parse_bytes(needed) / 1.1))(volume)
+            mk.ChunkedProcessor(fn, memory_budget=f"{int(parse_bytes(needed) / 1.1)}B")(volume)
 
 
 @pytest.mark.parametrize("num_rows", [0, 1, 3])

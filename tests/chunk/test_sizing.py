@@ -124,12 +124,12 @@ def test_detects_superlinear_growth_early():
 
 def test_rejects_budget_below_one_row():
     with pytest.raises(mk.errors.ConfigError, match=r"leaves 3.76 KiB.*1 row takes 4.88 KiB.*besides 1000 B.*at least"):
-        Sizer(5000).plan(Problem(100, backward=5000, held=(0, 1000)))
+        Sizer("5kB").plan(Problem(100, backward=5000, held=(0, 1000)))
 
 
 def test_the_way_out_of_the_refusal_works():
     problem = Problem(100, backward=5000, held=(0, 1000))
-    refused = assert_refused(lambda: Sizer(5000).plan(problem), mk.errors.ConfigError)
+    refused = assert_refused(lambda: Sizer("5kB").plan(problem), mk.errors.ConfigError)
     assert Sizer(str(refused).rsplit("at least ", 1)[1].rstrip(".")).plan(problem).chunk_size >= 1
 
 

@@ -4,11 +4,13 @@ import contextlib
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, strategies as st
 
 import memkit as mk
 from memkit._core.units import parse_budget
 
+CLOUD = torch.zeros(2, 3)
 FACTORS = {
     "B": 1,
     "KB": 10**3,
@@ -61,6 +63,13 @@ def test_rejects_invalid_sizes(value):
     ("read", "fix"),
     [
         (lambda: mk.memory.parse_bytes(24, is_large=True), "write '24GiB', or '24B' if bytes are meant."),
+        (lambda: mk.memory.parse_bytes(500, is_large=True), "write '500GiB', or '500B' if bytes are meant."),
+        (lambda: mk.ChunkedProcessor(abs, memory_budget=500), "write '500GiB', or '500B' if bytes are meant."),
+        (lambda: mk.train.offload_activations(to="disk", budget=500), "write '500GiB', or '500B' if bytes are meant."),
+        (
+            lambda: mk.voxel.nearest_points(CLOUD, CLOUD, memory_budget=500),
+            "write '500GiB', or '500B' if bytes are meant.",
+        ),
         (lambda: parse_budget(24, 2**34), "write '24GiB', or '24B' if bytes are meant."),
         (lambda: mk.memory.parse_bytes(614400, is_large=True), "write '614400B' if bytes are meant."),
         (lambda: mk.memory.parse_bytes("614_400"), "write '614_400B' if bytes are meant."),
@@ -71,7 +80,7 @@ def test_rejects_invalid_sizes(value):
     ],
 )
 def test_a_number_of_gigabytes_is_not_taken_for_bytes(read, fix):
-    with pytest.raises(ValueError, match=r"24|90|-0\.5|614_?400") as caught:
+    with pytest.raises(ValueError, match=r"24|90|-0\.5|614_?400|500") as caught:
         read()
     assert caught.value.fix == fix
 

@@ -51,7 +51,7 @@ def test_finds_coincident_and_collinear_points(backend, clouds):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_small_budget_finds_the_same(backend):
     a, b = two_clouds(900, 1100, dtype=torch.float32)
-    small = nearest_points(a, b, backend=backend, memory_budget=1)
+    small = nearest_points(a, b, backend=backend, memory_budget="1B")
     large = nearest_points(a, b, backend=backend, memory_budget="1GiB")
     torch.testing.assert_close(small.distances(), large.distances(), rtol=0, atol=0)
 

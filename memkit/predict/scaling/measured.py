@@ -81,7 +81,7 @@ def measure_scaling(
     ascending = checked_sizes(f"measure_scaling(build_step, sizes={sizes!r}, modes={modes!r})", sizes, modes)
     _check_sendable(build_step)
     where = str(resolve_device(device))
-    limit_bytes = None if memory_limit is None else parse_bytes(memory_limit, name="memory_limit")
+    limit_bytes = None if memory_limit is None else parse_bytes(memory_limit, name="memory_limit", is_large=True)
     points = []
     for mode in modes:
         is_full = False

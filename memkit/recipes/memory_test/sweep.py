@@ -116,7 +116,7 @@ def sweep(
         on_point: As for `run_memory_test`.
     """
     if memory_limit is not None:
-        parse_bytes(memory_limit, name="memory_limit")
+        parse_bytes(memory_limit, name="memory_limit", is_large=True)
         if config.source == "fake":
             raise ConfigError(
                 f"a memory test with memory_limit={memory_limit!r}",
