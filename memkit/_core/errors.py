@@ -68,6 +68,11 @@ class MemkitError(Exception):
         return _rebuild, (type(self), self.call, self.got, self.expected, self.fix)
 
 
+def of_call(call: str, error: MemkitError) -> MemkitError:
+    """Return an error under the name of the user's own call, which led to the one that refused a value."""
+    return type(error)(call, got=error.got, expected=error.expected, fix=error.fix)
+
+
 def _rebuild(cls: type[MemkitError], call: str, got: str, expected: str, fix: str) -> MemkitError:
     return cls(call, got=got, expected=expected, fix=fix)
 

@@ -21,7 +21,7 @@ from typing import Any, NoReturn, ParamSpec, TypeVar
 
 import torch
 
-from memkit._core.errors import InputTypeError, StateError
+from memkit._core.errors import InputError, InputTypeError, StateError, of_call
 from memkit._core.records import DeviceMemory
 from memkit._events.log import Event, with_text_for_nan
 from memkit._events.phase_names import is_evaluation
@@ -569,7 +569,10 @@ class Ledger:
         counters, tracker = self.read(), self.here.tracker
         plain = with_text_for_nan(note)  # the step that diverged must not end the training that writes it down
         values: dict[str, Any] = {"event": name, "phase": path, "component": component, "note": plain}
-        Event(**values)  # rejects an invalid event here
+        try:
+            Event(**values)
+        except (InputError, InputTypeError) as error:
+            raise of_call("memory.mark(...)", error) from None
         live_bytes = None if tracker is None else tracker.live_bytes
         resident_bytes = devices.resident_bytes()
         text = text_of_first(values)

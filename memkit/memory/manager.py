@@ -295,10 +295,8 @@ class MemoryManager(Uncopied, Closing, Overviewed):
         Raises:
             InputError: The name is empty, or not text.
         """
-        if type(name) is not str or not name:
-            raise InputError(
-                f"phase({name!r})", got=repr(name), expected="a non-empty name", fix="pass a string such as 'forward'."
-            )
+        if type(name) is not str or not name:  # here, because each phase would enter another function
+            raise _unnamed("phase", name, "forward")
         return Phase(self._ledger, name)
 
     def mark(self, name: str, *, component: str | None = None, note: dict[str, Any] | None = None) -> None:
@@ -312,6 +310,8 @@ class MemoryManager(Uncopied, Closing, Overviewed):
         Raises:
             InputError: The name is empty, or the note is not plain JSON (also as InputTypeError).
         """
+        if type(name) is not str or not name:
+            raise _unnamed("mark", name, "vae_loaded")
         self._ledger.mark(name, self._ledger.here.path, component=component, note=note)
 
     def step(self) -> None:
@@ -487,6 +487,11 @@ class MemoryManager(Uncopied, Closing, Overviewed):
         others = self._claim.others() if self._claim else ()
         for tip in suggest(Facts(others=others)):
             warn_user(f"MemoryManager({str(self.device)!r}): {tip}")
+
+
+def _unnamed(method: str, name: object, example: str) -> InputError:
+    fix = f"pass a string such as {example!r}."
+    return InputError(f"{method}({name!r})", got=repr(name), expected="a non-empty name", fix=fix)
 
 
 def _phase_cell(totals: PhaseTotals) -> str:

@@ -7,7 +7,7 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
-from memkit._core.errors import InputError, InputTypeError
+from memkit._core.errors import ConfigError, InputError, InputTypeError, of_call
 from memkit._core.words import guided
 from memkit._torch.compiler import runs_eagerly
 from memkit.points.cells import Points
@@ -95,7 +95,10 @@ def sample_edges(
         >>> dst[keep].tolist(), weight.tolist()
         ([0, 0, 2, 5], [2.0, 2.0, 2.0, 1.0])
     """
-    sampler = GridAwareSampler(ratio, seed=seed, rounding=rounding)
+    try:
+        sampler = GridAwareSampler(ratio, seed=seed, rounding=rounding)
+    except ConfigError as error:
+        raise of_call("sample_edges(dst, ...)", error) from None
     shape, kind = getattr(dst, "shape", ()), str(getattr(dst, "dtype", ""))
     if len(shape) == 2 or "float" in kind:
         raise (InputError if len(shape) == 2 else InputTypeError)(

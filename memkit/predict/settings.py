@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from memkit._core.errors import ConfigError, FileFormatError
+from memkit._core.errors import ConfigError, FileFormatError, of_call
 from memkit._core.settings import Checker, nearest_word
 from memkit._core.words import ForeignWords
 from memkit._machine.regular_file import read_regular
@@ -62,7 +62,7 @@ class Settings(BaseModel):
         try:
             return cls(**values)
         except ConfigError as error:
-            raise ConfigError(call, got=error.got, expected=error.expected, fix=error.fix) from None
+            raise of_call(call, error) from None
 
     @classmethod
     def from_file(cls, path: str | os.PathLike[str]) -> Self:

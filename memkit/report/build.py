@@ -92,7 +92,7 @@ def build_report(
 
 def build_comparison(before: EventLog, after: EventLog, *, language: str = "en") -> Report:
     """Build a report of only the differences between two logs; errors as for `build_report`."""
-    words = Words(language)
+    words = Words(language, "memkit compare")
     old, new = _figures("before", before, None), _figures("after", after, None)
     changes = compare_figures(old, new)
     peak = changes[0]

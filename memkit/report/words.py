@@ -20,6 +20,7 @@ class Words:
 
     Args:
         language: ``"en"`` or ``"zh"``.
+        call: The user's call, for the error.
 
     Raises:
         ConfigError: The language is not supported.
@@ -31,9 +32,9 @@ class Words:
         ('23.12 GiB', '未记录')
     """
 
-    def __init__(self, language: str) -> None:
+    def __init__(self, language: str, call: str = "write_report(...)") -> None:
         fix = "pass 'en' for English or 'zh' for Chinese."
-        self.language = Checker(f"Words({language!r})").choice("language", language, get_args(Language), fix=fix)
+        self.language = Checker(call).choice("language", language, get_args(Language), fix=fix)
 
     def __call__(self, key: str, **values: object) -> str:
         """Return a text with its placeholders filled in."""

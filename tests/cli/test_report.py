@@ -73,6 +73,7 @@ def test_compare_reports_changes_and_fails_on_request(capsys, tmp_path):
         (["report", "--log", str(S1), "--output", "report.pdf"], "print it to PDF in a browser"),
         (["report", "--log", str(S1), "--output", str(S1)], "an existing file that is not a memkit report"),
         (["report", "--log", str(S1), "--language", "de"], "expected one of 'en', 'zh'"),
+        (["compare", str(S1), str(S1), "--language", "de"], "memkit compare: got language='de'"),
         (["report", "--log", str(S1), "--gpu", "none"], "an unknown GPU"),
         (["compare", str(S1), "none.json"], "no file at this path"),
         (["compare", str(S1), str(S1), "--output", "x.pdf"], "the report 'x.pdf': got the suffix"),

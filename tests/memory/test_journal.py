@@ -238,5 +238,7 @@ def test_forked_process_writes_nothing_and_warns_once(tmp_path):
 def test_mark_rejects_non_plain_values(note):
     memory = mk.MemoryManager("cpu")
     assert_refused(lambda: memory.mark("a", note=note), mk.errors.InputTypeError)
-    assert_refused(lambda: memory.mark(""), mk.errors.InputError)
+    assert_refused(lambda: memory.mark(""), mk.errors.InputError, "mark('')")
+    error = assert_refused(lambda: memory.mark("a", note={"x": object()}), mk.errors.InputTypeError)
+    assert error.call == "memory.mark(...)"
     assert list(memory.events) == []

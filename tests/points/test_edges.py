@@ -94,7 +94,8 @@ def test_accepts_numpy_and_rejects_invalid_nodes():
     assert sample_edges(np.array([4, 4, 9]), 1.0).tolist() == [0, 1, 2]
     assert sample_edges(torch.zeros(0, dtype=torch.int64)).tolist() == []
     assert_refused(lambda: sample_edges(torch.rand(4)), InputTypeError, "integers")
-    assert_refused(lambda: sample_edges(torch.zeros(4, dtype=torch.int64), (0.0, 0.5)), ConfigError, "ratio")
+    refused = assert_refused(lambda: sample_edges(torch.zeros(4, dtype=torch.int64), (0.0, 0.5)), ConfigError, "ratio")
+    assert refused.call == "sample_edges(dst, ...)"
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch.compile looks there

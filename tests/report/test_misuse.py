@@ -57,4 +57,5 @@ def test_the_way_out_is_the_right_call(log, call, kind, end):
     with pytest.raises(mk.MemkitError) as caught:
         call(log)
     assert type(caught.value).__name__ == kind
+    assert not caught.value.call.startswith("Words(")
     assert str(caught.value).endswith(end), str(caught.value)

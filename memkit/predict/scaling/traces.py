@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
-from memkit._core.errors import InputError, InputTypeError, MemkitError
+from memkit._core.errors import InputError, InputTypeError, MemkitError, of_call
 from memkit._recorder.recorder import OperatorPlace
 from memkit._recorder.recording import IntArray
 from memkit._simulation.guesses import Guesses
@@ -97,7 +97,7 @@ def trace_step(
         return simulate(call, simulation, (build_step, _named_in(build_step)), run, roots=(build_step,))
     except MemkitError as error:
         if error.call == CALL:  # put the user's call in its place
-            raise type(error)(call, got=error.got, expected=error.expected, fix=error.fix) from error
+            raise of_call(call, error) from error
         raise
     except RuntimeError as error:
         if mode == "train" or takes_mode(build_step) or guesses.doubts:
