@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from typing import Any, NoReturn, Protocol, Self, runtime_checkable
+from typing import Any, NamedTuple, NoReturn, Protocol, Self, runtime_checkable
 
 import torch
 
@@ -62,16 +62,24 @@ class Closing(ABC):
         self.close()
 
 
+class SavedTogether(NamedTuple):
+    """Objects that are saved together.
+
+    Attributes:
+        objects: The objects by name.
+        call: The call that saves them all.
+    """
+
+    objects: Mapping[str, Any]
+    call: str
+
+
 class Composed(ABC):
     """An object whose own state leaves out those of objects that its steps depend on: they are saved beside it."""
 
     @abstractmethod
-    def way_to_save(self) -> str:
-        """Return the call that saves them all."""
-
-    @abstractmethod
-    def saved_with(self) -> Mapping[str, Any]:
-        """Return these objects by name; the object itself may be among them."""
+    def __saved_together__(self) -> SavedTogether:
+        """Return these objects; the object itself may be among them. Only the saving of states asks for it."""
 
 
 class Uncopied:

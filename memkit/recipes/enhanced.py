@@ -12,7 +12,7 @@ from typing import Any, NoReturn, final
 from torch import nn
 
 from memkit._core.errors import ConfigError, InputTypeError
-from memkit._core.protocols import Composed
+from memkit._core.protocols import Composed, SavedTogether
 from memkit._core.settings import Checker
 from memkit._core.units import parse_bytes
 from memkit._core.words import guided
@@ -114,13 +114,9 @@ class EnhancedTrainLoop(Composed):
             self._base.save()  # as the loop would have done at its own end
         return ended_by or "epochs"
 
-    def way_to_save(self) -> str:
-        """Return the call that saves all."""
-        return "create_enhanced_train_loop(..., state=state), whose run_loop() saves and restores"
-
-    def saved_with(self) -> Mapping[str, Any]:
-        """Return the loop's parts and the objects to save."""
-        return self._objects
+    def __saved_together__(self) -> SavedTogether:
+        call = "create_enhanced_train_loop(..., state=state), whose run_loop() saves and restores"
+        return SavedTogether(self._objects, call)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of steps, and the random state of the validations."""

@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from memkit._core.errors import ConfigError, FileFormatError, InputError, InputTypeError, warn_user
 from memkit._core.printable import counted, described
-from memkit._core.protocols import Composed, Stateful
+from memkit._core.protocols import Composed, SavedTogether, Stateful
 from memkit._core.settings import Checker, as_whole
 from memkit._core.words import guided
 from memkit._gradients.loss import LossFn
@@ -317,13 +317,8 @@ class MemoryEfficientTrainLoop(Composed):
         own = {"loop": self, **self._parts} | ({"monitor": self._monitor} if self._monitor else {})
         return own | self._objects
 
-    def way_to_save(self) -> str:
-        """Return the call that saves all."""
-        return "state.save(step, **loop.objects()), and state.restore(**loop.objects())"
-
-    def saved_with(self) -> Mapping[str, Any]:
-        """Return `objects`."""
-        return self.objects()
+    def __saved_together__(self) -> SavedTogether:
+        return SavedTogether(self.objects(), "state.save(step, **loop.objects()), and state.restore(**loop.objects())")
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the data, and step and figures of the last validation, as plain types and tensors."""

@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from memkit._core.errors import InputTypeError, StateError
-from memkit._core.protocols import Closing, Composed, GradScaler, Uncopied
+from memkit._core.protocols import Closing, Composed, GradScaler, SavedTogether, Uncopied
 from memkit._core.settings import Checker
 from memkit._core.words import guided
 from memkit.train.checks import ACCUMULATOR, check_loss, check_reduction, read_count, warn_of_own_backward
@@ -249,15 +249,11 @@ class GradientAccumulator(Uncopied, Closing, Composed):
         """
         return self._sum.end_all()
 
-    def way_to_save(self) -> str:
-        """Return the call that saves all."""
-        names = [*self.saved_with(), "accumulator"]
-        return f"state.save(step, model=model, {', '.join(f'{name}={name}' for name in names)})"
-
-    def saved_with(self) -> Mapping[str, Any]:
-        """Return the optimizers and the scaler."""
+    def __saved_together__(self) -> SavedTogether:
         scaler = self._sum.scaler
-        return numbered("optimizer", self._sum.optimizers) | ({} if scaler is None else {"scaler": scaler})
+        objects = numbered("optimizer", self._sum.optimizers) | ({} if scaler is None else {"scaler": scaler})
+        names = ", ".join(f"{name}={name}" for name in (*objects, "accumulator"))
+        return SavedTogether(objects, f"state.save(step, model=model, {names})")
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as plain types, plus the gradients of an unfinished group: save it before the next step."""

@@ -23,7 +23,7 @@ from memkit._core.errors import (
     warn_user,
 )
 from memkit._core.printable import counted
-from memkit._core.protocols import Average, Closing, Composed, MemoryWatch, Scheduler, Uncopied
+from memkit._core.protocols import Average, Closing, Composed, MemoryWatch, SavedTogether, Scheduler, Uncopied
 from memkit._core.words import guided, taking_settings_of
 from memkit._gradients.loss import Loss, LossFn, call_loss_fn, check_loss_fn
 from memkit._machine import devices
@@ -417,13 +417,8 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing, Composed, Overviewed):
         parts |= numbered("optimizer", self._optimizers) | numbered("scheduler", self._schedules)
         return parts if self._average is None else parts | {"average": self._average}
 
-    def way_to_save(self) -> str:
-        """Return the call that saves all."""
-        return "state.save(step, **trainer.parts()), and state.restore(**trainer.parts())"
-
-    def saved_with(self) -> Mapping[str, Any]:
-        """Return `parts`."""
-        return self.parts()
+    def __saved_together__(self) -> SavedTogether:
+        return SavedTogether(self.parts(), "state.save(step, **trainer.parts()), and state.restore(**trainer.parts())")
 
     def step_functions(self) -> list[Callable[..., Any]]:
         """Return the functions that run within a step: ``on_gradients``, and the step hooks of the optimizers."""

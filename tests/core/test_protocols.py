@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import memkit as mk
+from memkit._core.protocols import Composed
 
 
 def make():
@@ -56,3 +57,11 @@ def test_pickling_a_loop_names_the_wrapper_inside():
     loop = mk.MemoryEfficientTrainLoop(trainer, [torch.ones(2, 3)], lambda model, batch: model(batch).mean())
     with pytest.raises(mk.errors.InputTypeError, match="a pickle or a copy of a MemoryEfficientTrainingWrapper"):
         pickle.dumps(loop)
+
+
+@pytest.mark.parametrize(
+    "cls", [mk.MemoryEfficientTrainingWrapper, mk.GradientAccumulator, mk.MemoryEfficientTrainLoop]
+)
+def test_what_only_the_saving_of_states_asks_for_is_no_public_method(cls):
+    assert issubclass(cls, Composed)
+    assert not [name for name in vars(Composed) if not name.startswith("_")]

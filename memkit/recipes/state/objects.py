@@ -136,14 +136,16 @@ def _tell_of_others(call: str, targets: Mapping[str, Stateful]) -> bool:
     rest = [each for each in targets.values() if not isinstance(each, (nn.Module, Optimizer, Composed))]
     saved = {*map(id, targets.values()), *map(id, modules), *Attributes(rest).ids()}
     for name, target in targets.items():
-        others = target.saved_with() if isinstance(target, Composed) else {}
+        if not isinstance(target, Composed):
+            continue
+        others, call_of_all = target.__saved_together__()
         bare = {key: unwrap_model(each) if isinstance(each, nn.Module) else each for key, each in others.items()}
         unsaved = [key for key, each in bare.items() if id(each) not in saved]
-        if isinstance(target, Composed) and set(unsaved) - {"model"}:
+        if set(unsaved) - {"model"}:
             warn_user(
                 f"{call}: {name}, a {type(target).__name__}, steps what its own state leaves out and no other object "
                 f"saves ({list_some(unsaved, 4)}): a resumed run begins with it anew. Way out: write "
-                f"{target.way_to_save()}."
+                f"{call_of_all}."
             )
             return True
     return False
