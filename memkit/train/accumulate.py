@@ -201,7 +201,7 @@ class GradientAccumulator(Uncopied, Closing, Composed):
             is_exact=True,
         )
         if note is not None and self._weights is not None:
-            self._weights.add(note)
+            self._weights.add(note, has_count=count is not None)
         if self.num_microbatches == self._accumulation_steps and not self._sum.is_announced:
             self._sum.settle()
 

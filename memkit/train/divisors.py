@@ -52,6 +52,7 @@ class Term(NamedTuple):
             ignored; empty if it is not a sum, or weights them.
         difference: That of the rows' constant weights, as a share of the largest; None if there are none.
         summed_over: The count by which a sum is divided besides, after its graph; 1 for a mean.
+        is_mean: Whether the reduction itself is a mean, whose divisor is therefore the number of its items.
     """
 
     operators: tuple[str, ...]
@@ -59,6 +60,7 @@ class Term(NamedTuple):
     nums_summed: tuple[Factor, ...] = ()
     difference: Factor | None = None
     summed_over: Factor = 1.0
+    is_mean: bool = False
 
 
 Note = tuple[Factor, tuple[Term, ...]]  # a micro-batch's weight, and the result of `divisors` on its loss
@@ -127,7 +129,7 @@ def _walk(node: Any, *, counts_sums: bool) -> Iterator[Term]:
                 operators, factors = (*operators, _WEIGHTS), (*factors, _spread(weights))
             yield Term(operators, factors, nums_summed, _difference(weights))
         else:
-            yield Term(operators, factors, nums_summed)
+            yield Term(operators, factors, nums_summed, is_mean=factor is not None)
 
 
 def _nums_summed(above: Any, node: Any) -> tuple[Factor, ...]:
@@ -346,10 +348,14 @@ class DivisorWatch:
         self._divisors, self._differences = _Values(), _Values()
         self.has_unequal_weights = False
 
-    def is_uneven(self, group: Sequence[Note]) -> bool:
+    def is_uneven(self, group: Sequence[Note], *, compares_equal: bool = False) -> bool:
         """Return whether the divisors of one step's micro-batches are not proportional to their weights.
 
         Values on an accelerator are read one call later, to avoid a synchronization.
+
+        Args:
+            group: The micro-batches.
+            compares_equal: Whether weights that differ are wrong for means over equal numbers of items.
         """
         self.has_unequal_weights = False
         if len(group) < 2 or any(isinstance(each, Tensor) and type(each) is not Tensor for each, _ in group):
@@ -361,11 +367,13 @@ class DivisorWatch:
             columns = [[_divisor(each, number) for number, each in enumerate(terms)] for terms in _in_step(group)]
             if not columns:
                 return False
+            is_of_means = compares_equal and _are_means(group, columns)
             table: list[list[Factor]] = [[weight for weight, _ in group], *columns]
             if any(isinstance(each, Tensor) and not each.is_cpu for line in table for each in line):
                 previous = self._divisors.exchange(table)
-                return previous is not None and _is_uneven(previous)
-            return _is_uneven([[float(each) for each in line] for line in table])
+                # The step before had the same kind of loss.
+                return previous is not None and _is_uneven(previous, is_of_means=is_of_means)
+            return _is_uneven([[float(each) for each in line] for line in table], is_of_means=is_of_means)
 
     def _note_differences(self, total: Factor) -> None:
         is_there = not isinstance(total, Tensor) or total.is_cpu
@@ -397,6 +405,7 @@ class WeightCheck:
         self.accumulation_steps, self._objective = accumulation_steps, objective
         self._divisors, self._sums = DivisorWatch(), _Values()
         self._group: list[Note] = []
+        self._num_uncounted = 0  # micro-batches of the group that came without a count
         self._has_warned_of_weights = self._has_checked_norms = False
 
     def read(self, loss: Tensor, weight: Factor, *, is_sum: bool = False) -> Note | None:
@@ -426,13 +435,15 @@ class WeightCheck:
         terms = tuple(bare[k] if is_weighted[k] else each for k, each in enumerate(terms))
         return weight, divisors_of_sum(terms, weight) if is_sum else terms
 
-    def add(self, note: Note) -> None:
-        """Add a micro-batch whose backward is done."""
+    def add(self, note: Note, *, has_count: bool) -> None:
+        """Add a micro-batch whose backward is done, and which came with a count or without one."""
         self._group.append(note)
+        self._num_uncounted += not has_count
 
     def discard(self) -> None:
         """Forget the current group."""
         self._group.clear()
+        self._num_uncounted = 0
 
     def end_group(self) -> None:
         """Warn, once, if the group's losses are sums, or were divided by something not proportional to the weights."""
@@ -449,6 +460,12 @@ class WeightCheck:
                 f"each loss of a group was divided by {number}, its number of micro-batches. The accumulator does that "
                 f"by itself, so gradients are {number} times smaller than the whole batch's. Way out: remove "
                 f"`/ {number}` from the loss. If it is the loss's own divisor, pass check_weights=False."
+            )
+        if is_mean and 0 < self._num_uncounted < len(self._group) and _have_counts(self._group):
+            return (
+                "some micro-batches of a group came with a count and others without one, which is a count of 1: those "
+                "hardly weigh. Way out: call accumulator.backward(loss, count=n) for each of them, where n is the "
+                "divisor of the loss; if 1 is meant, write count=1."
             )
         to_sum = "call accumulator.backward(loss, reduction='sum')"
         if is_mean:
@@ -471,15 +488,20 @@ class WeightCheck:
                 f"divide each sum by its number in the whole group, also where it is 0, and {to_sum}. If each "
                 "micro-batch is a task of its own, pass check_weights=False."
             )
-        if self._divisors.is_uneven(self._group):
+        if self._divisors.is_uneven(self._group, compares_equal=is_mean):
             return (
-                "the losses of a group were means over different numbers of items (rows, valid tokens, class weights), "
-                f"and count= and reduction= do not say so: the group's gradient is not the {self._objective} over its "
+                "the losses of a group were means over different numbers of items (rows, valid tokens, class weights) "
+                f"than count= and reduction= say: the group's gradient is not the {self._objective} over its "
                 "items. Call accumulator.backward(loss, count=n), where n is the divisor of the loss. If it is a sum "
                 f"of means over different things, divide each of their sums by its number in the whole group, and "
-                f"{to_sum}."
+                f"{to_sum}. If the counts are weights of your own, pass check_weights=False."
             )
         return ""
+
+
+def _have_counts(group: Sequence[Note]) -> bool:
+    """Return whether a weight is more than to take a micro-batch or to leave it out."""
+    return any(isinstance(weight, Tensor) or weight not in (0, 1) for weight, _ in group)
 
 
 def _are_divided(group: Sequence[Note], number: int) -> bool:
@@ -633,13 +655,21 @@ def _may_be_of_samples(num_terms: int, weight: Factor) -> bool:
     return isinstance(weight, Tensor) or weight <= 0 or num_terms % weight == 0
 
 
-def _is_uneven(table: Sequence[Sequence[float]]) -> bool:
+def _are_means(group: Sequence[Note], columns: Sequence[object]) -> bool:
+    """Return whether all terms of the losses are means, and compared: one with another divisor could follow counts."""
+    return all(len(terms) == len(columns) and all(each.is_mean for each in terms) for _, terms in group)
+
+
+def _is_uneven(table: Sequence[Sequence[float]], *, is_of_means: bool) -> bool:
     """Return whether a divisor changes between micro-batches, but not in proportion to the weights.
 
-    Constant terms (a penalty on the weights) are right with any weights.
+    Constant terms (a penalty on the weights) are right with any weights, unless all terms are means and constant.
     """
     weights, *lines = table
     changing = [line for line in lines if max(line) - min(line) > _TOLERANCE * max(map(abs, line), default=0.0)]
+    if is_of_means and not changing:
+        given = [each for each in weights if each] or [0.0]
+        return max(given) - min(given) > _TOLERANCE * max(given)
     return any(not _is_proportional(line, weights) for line in changing)
 
 

@@ -284,7 +284,7 @@ def test_warns_of_sum_with_count_in_wrapper_terms(name, sizes):
             assert "The loss is a sum over rows, and the parts are averaged" in told[0]
             accumulator = GradientAccumulator(torch.optim.SGD(model.parameters(), lr=0.1), len(sizes))
         elif name in MEANS and reduction == "sum" and name not in UNREAD:
-            assert ["count= and reduction= do not say so" in each for each in told] == [True] * (sizes == (6, 3))
+            assert ["than count= and reduction= say" in each for each in told] == [True] * (sizes == (6, 3))
         else:
             assert not told
 
@@ -620,3 +620,47 @@ def test_three_means_that_are_no_loop_are_compared():
             y = layer(torch.randn(4, 4))
             accumulator.backward(sum(y[:number].square().mean() for number in numbers), count=4)
             accumulator.step()
+
+
+def masked(model, x):
+    return (model(x).square() * (x[:, :1] > 0)).sum() / 12
+
+
+def with_penalty(model, x):
+    return model(x).square().mean() + model.weight.square().mean()
+
+
+def third_of_a_sum(model, x):
+    return 0.3 * model(x).square().mean(1).sum()
+
+
+def of_another_library(model, x):
+    """A divisor that nobody reads, and a penalty."""
+    return torch.sparse.softmax(model(x).to_sparse(), 1).to_dense().norm() + model.weight.square().mean()
+
+
+@pytest.mark.parametrize(
+    ("loss", "counts", "text"),
+    [
+        (with_penalty, (12, 3), "means over different numbers of items"),
+        (lambda m, x: F.cross_entropy(m(x), torch.zeros(len(x)).long()), (1, 7), "means over different numbers"),
+        (lambda m, x: F.mse_loss(m(x), torch.zeros(len(x), 2)), (12, 0, 3), "means over different numbers"),
+        (with_penalty, (12, 12), ""),
+        (with_penalty, (0, 12, 12), ""),
+        (with_penalty, (3, 0), ""),
+        (masked, (12, 12), ""),
+        (third_of_a_sum, (0.5, 0.7), ""),
+        (of_another_library, (12, 3), ""),
+        (with_penalty, (12, None), "some micro-batches of a group came with a count and others without one"),
+        (of_another_library, (None, 12), "some micro-batches of a group came with a count and others without one"),
+        (with_penalty, (None, 1), ""),
+        (with_penalty, (None, 0), ""),
+    ],
+)
+def test_counts_that_differ_for_means_over_equal_numbers_are_told_of(loss, counts, text):
+    model = nn.Linear(4, 2)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        accumulate(model, [lambda m: loss(m, torch.randn(12, 4))] * len(counts), counts)
+    assert len(caught) == bool(text)
+    assert all(text in str(each.message) for each in caught)
