@@ -323,6 +323,7 @@ class Graph:
         self.features = {"x": torch.randn(64, 8)}
 
 
+@pytest.mark.filterwarnings("ignore:advise.*the batch cannot be cut")
 @pytest.mark.parametrize("is_detached", [True, False])
 def test_a_step_that_replaces_what_its_batch_object_holds_is_estimated_in_the_middle_of_training(is_detached):
     model, graph = nn.Linear(8, 8), Graph()

@@ -221,6 +221,7 @@ def test_a_graph_that_is_carried_between_micro_batches_is_named_and_its_way_out_
 @pytest.mark.parametrize("num_parts", [1, 2])
 @pytest.mark.parametrize("which", ["optimizer.step", "scheduler.step", "average.update_parameters", "another's step"])
 @pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler.step")
+@pytest.mark.filterwarnings("ignore:.*but not what forward writes to Adam.param_groups")  # the learning rate
 def test_a_step_that_a_loop_has_left_in_the_loss_function_is_refused(which, num_parts):
     model, other = nn.Linear(4, 1), nn.Linear(4, 1)
     optimizer, others = ADAM(model.parameters()), ADAM(other.parameters())
