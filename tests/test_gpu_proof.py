@@ -60,6 +60,7 @@ def test_a_virtual_gpu_is_predicted_to_the_byte(ran):
     assert found.card.is_virtual
 
 
+@pytest.mark.slow
 def test_skips_finished_cases(ran, capsys):
     before = (ran / "measured-gan.json").stat().st_mtime_ns
     assert command.Run(ran, CARD).cases(FEW, is_again=False) == command.DONE
@@ -67,6 +68,7 @@ def test_skips_finished_cases(ran, capsys):
     assert "[1/" not in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_failed_case_stays_in_the_file_until_it_runs_again(ran, tmp_path, capsys):
     work = shutil.copytree(ran, tmp_path / "work")
     found = evidence.read(work / "virtual.json")
@@ -77,12 +79,14 @@ def test_a_failed_case_stays_in_the_file_until_it_runs_again(ran, tmp_path, caps
     capsys.readouterr()
 
 
+@pytest.mark.slow
 def test_another_version_begins_anew(ran, monkeypatch):
     other = command.software().model_copy(update={"torch": "1.0"})
     monkeypatch.setattr(command, "software", lambda: other)
     assert command.Run(ran, CARD).earlier() == {}
 
 
+@pytest.mark.slow
 def test_another_measurement_is_found_and_traced_to_its_operators(ran):
     """The figures of a training with other convolutions, in place of those of the card."""
     place = Place(ran, CARD)
@@ -245,6 +249,7 @@ def test_a_damaged_file_is_refused(kind, tmp_path, capsys):
     assert "Way out" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_card_is_added_to_the_docs(ran, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(evidence, "FOLDER", tmp_path / "gpu")
     monkeypatch.setattr(page, "PAGE", tmp_path / "page.md")
@@ -263,6 +268,7 @@ def test_a_card_is_added_to_the_docs(ran, tmp_path, monkeypatch, capsys):
     capsys.readouterr()
 
 
+@pytest.mark.slow
 def test_a_virtual_file_is_not_added(ran, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(evidence, "FOLDER", tmp_path / "gpu")
     assert main(["gpu", "--add", str(ran / "virtual.json")]) == command.REFUSED

@@ -53,6 +53,7 @@ def test_import_has_no_side_effects():
     pytest.fail(f"{result['seconds']} s")
 
 
+@pytest.mark.slow
 def test_a_public_package_costs_nothing():
     script = (
         "import importlib, json, time, torch, memkit\n"

@@ -26,6 +26,7 @@ def choice_of(coords, batch=None, **limits):
     return DynamicResolutionProcessor(**{"max_active_voxels": 10**9} | limits).choose(coords, batch=batch)
 
 
+@pytest.mark.slow
 def test_one_sort_matches_unique_on_real_points():
     points = vertices()
     cells = ((points - points.amin(0)) * (1024 / (points.amax(0) - points.amin(0)).max())).long().clamp(max=1023)

@@ -253,6 +253,7 @@ def test_rows_are_checked_again_when_a_norm_has_lost_its_statistics():
     assert_refused(lambda: processor(x), mk.errors.InputError, MIXES)
 
 
+@pytest.mark.slow
 def test_a_budget_holds_after_a_number_had_many_values():
     field, x = Field(), torch.randn(2000, 8)
     processor = mk.ChunkedProcessor(field, memory_budget="1MiB")

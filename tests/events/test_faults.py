@@ -156,6 +156,7 @@ def test_rejects_endless_line_without_buffering(tmp_path, monkeypatch):
 # ---- everything at once
 
 
+@pytest.mark.slow
 def test_damaged_logs_are_read_or_refused_with_one_typed_error():
     figures = log_fuzz.fuzz(3_000, seed=1)
     assert figures["anything else"] == 0

@@ -228,6 +228,7 @@ def what_is_read(path):
         return str(error)
 
 
+@pytest.mark.slow
 def test_damaged_lines_of_a_block_are_read_as_each_alone(tmp_path, monkeypatch):
     chance, path = random.Random(0), tmp_path / "log.jsonl"
     save_events(path, log_fuzz.header(), [*log_fuzz.some_events(), *map(log_fuzz.typical_event, range(200))])

@@ -220,6 +220,7 @@ def test_trim_heap_returns_gaps_between_small_blocks():
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="Requires: [Linux]")
+@pytest.mark.slow
 def test_large_blocks_leave_no_gaps_in_a_heap_that_is_kept_whole():
     out = run_python("""
         import torch

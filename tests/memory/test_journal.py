@@ -123,6 +123,7 @@ def test_a_file_survives_a_kill_in_the_middle_of_a_phase(tmp_path):
     assert names(path) == ["first", "now", "inner"]
 
 
+@pytest.mark.slow
 def test_flushes_at_exit_and_after_errors(tmp_path):
     path = tmp_path / "memory_events.jsonl"
     script = (

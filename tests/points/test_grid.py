@@ -254,6 +254,7 @@ def test_the_sides_of_a_scene_are_those_of_all_its_points(num_points, place):
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch.compile looks there
 @pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
 @pytest.mark.parametrize("offsets", one_in(2, [[50, 100], [0, 50, 100]]), ids=["offsets", "ptr"])
+@pytest.mark.slow
 def test_inside_a_compiled_function(offsets):
     """An index that a forward makes is made as it is written, and its arrays can be read."""
     x = torch.from_numpy(in_cube(100)).double()

@@ -123,7 +123,7 @@ PERSISTENT = ["persistent workers", "persistent workers, own generator"]
 
 @pytest.mark.filterwarnings("ignore:.* has persistent workers")  # this data set draws no random numbers
 @pytest.mark.parametrize(
-    "kind", one_in(3, ["shuffled", "own generator", *PERSISTENT, "resumable", "workers", "distributed"])
+    "kind", one_in(5, ["shuffled", "own generator", *PERSISTENT, "resumable", "workers", "distributed"])
 )
 def test_sigterm_saves_and_the_next_run_goes_on_bit_by_bit(kind, tmp_path):
     whole, expected = make(orders(kind), val_loader=loader_of(50), validate_every=7)
@@ -553,6 +553,7 @@ class DrawingByEpoch:
         return image + torch.from_numpy(noise).float(), label
 
 
+@pytest.mark.slow
 def test_what_is_drawn_by_epoch_in_workers_is_the_same_after_a_stop(tmp_path):
     def train(folder, stop_at=None):
         calls = itertools.count(1)

@@ -536,6 +536,7 @@ def test_a_card_as_a_record():
         plan_training(make_model(), digits(), loss_fn, budget=card, target="cpu")
 
 
+@pytest.mark.slow
 def test_reports_values_answered_without_data():
     def masked(model, batch):
         losses = F.cross_entropy(model(batch[0]).flatten(0, -2), batch[1].flatten(), reduction="none")
@@ -566,6 +567,7 @@ def test_explains_itself():
     assert len(figures["candidates"]) == len(plan.candidates)
 
 
+@pytest.mark.slow
 def test_a_plan_has_a_report(tmp_path):
     plan = plan_training(make_model(), digits(), loss_fn, "sgd", budget="4MiB", micro_batch_size=6, curve=True)
     write_report(plan, tmp_path / "plan.html")

@@ -5,6 +5,7 @@ import os
 import pytest
 import torch
 
+from tests.helpers import one_in
 from tests.recipes import state_fuzz
 
 
@@ -21,7 +22,7 @@ def sharded(mesh):
     return make
 
 
-@pytest.mark.parametrize("kind", ["whole", "sharded"])
+@pytest.mark.parametrize("kind", one_in(2, ["whole", "sharded"]))
 @pytest.mark.parametrize("num_variants", [40, pytest.param(1000, marks=pytest.mark.slow)])
 def test_changed_states(tmp_path, monkeypatch, one_rank, kind, num_variants):
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)

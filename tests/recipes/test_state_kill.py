@@ -10,7 +10,7 @@ from tests.helpers import run_module
 OTHER_FILE_SYSTEM = Path("/dev/shm")
 
 
-@pytest.mark.parametrize("num_kills", [5, pytest.param(300, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_kills", [2, pytest.param(300, marks=pytest.mark.slow)])
 def test_kills(tmp_path, num_kills):
     """No state that cannot be read, nothing left over, and all weights those of a training that nobody stopped."""
     temporary = OTHER_FILE_SYSTEM if OTHER_FILE_SYSTEM.is_dir() else tmp_path

@@ -151,6 +151,7 @@ def spots(value):
         yield from spots(value[key])
 
 
+@pytest.mark.slow
 def test_wrong_values_anywhere_are_read_or_refused(tmp_path):
     chance, outcomes = random.Random(0), Counter()
     for _ in range(300):

@@ -102,7 +102,7 @@ def test_variants(name, tmp_path):
     assert re.search(words, report.headline), report.headline
 
 
-@pytest.mark.parametrize("num_steps", one_in(2, [5, 12, 200]))
+@pytest.mark.parametrize("num_steps", one_in(3, [12, 5, 200]))
 def test_a_leak_is_found_in_short_and_long_logs(num_steps, tmp_path):
     log = log_of("leak_per_step", "cuda untracked", tmp_path / "log.jsonl", num_steps=num_steps, rows=64)
     assert f"Memory grows 64.00 KiB per step over {num_steps} steps" in make_report(log).headline

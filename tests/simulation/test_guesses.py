@@ -201,7 +201,7 @@ def test_a_number_of_cells_that_a_guess_decides_is_not_known():
 
 
 @pytest.mark.parametrize(
-    ("where", "target"), one_in_product(3, ["model", "block", "loss_fn", "function"], ["cpu", "RTX 4090"])
+    ("where", "target"), one_in_product(5, ["model", "block", "loss_fn", "function"], ["cpu", "RTX 4090"])
 )
 def test_what_compiled_code_takes_is_not_known(target, where):
     """The code that is simulated is not the code that the compiler makes of it."""

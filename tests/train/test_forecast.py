@@ -133,7 +133,12 @@ def test_number_of_fitting_rows():
 
 @pytest.mark.parametrize("on_oom", ["exact", pytest.param("raise", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    ("name", "num_rows"), [("mlp", 2000), ("convolutions", 400), pytest.param("encoder", 400, marks=pytest.mark.slow)]
+    ("name", "num_rows"),
+    [
+        pytest.param("mlp", 2000, marks=pytest.mark.slow),
+        ("convolutions", 400),
+        pytest.param("encoder", 400, marks=pytest.mark.slow),
+    ],
 )
 def test_budget_is_kept_and_training_equals_plain_parts(name, num_rows, on_oom):
     torch.manual_seed(0)

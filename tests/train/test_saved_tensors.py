@@ -591,7 +591,7 @@ def test_other_forward_is_told_as_far_as_it_is_followed(place, num_planned, is_t
     assert all(map(torch.equal, [*gradients(model), torch.rand(1)], plain))
 
 
-@pytest.mark.parametrize("may_offload", [True, False])
+@pytest.mark.parametrize("may_offload", one_in(2, [True, False]))
 def test_backward_inside_of_the_loss_is_planned(may_offload):
     """As in a WGAN with a gradient penalty."""
     model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(6)), nn.Linear(64, 1))

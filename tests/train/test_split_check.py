@@ -1296,6 +1296,7 @@ def test_the_first_split_step_takes_no_more_than_the_whole_batch(num_rows, parts
     assert peak(accumulation_steps=num_rows if parts == "rows" else 2) <= peak(probe=False)
 
 
+@pytest.mark.slow
 def test_large_parameters_are_compared_in_a_few_numbers_each():
     """The check of a model of 16 MiB takes no second set of gradients."""
     model = nn.Sequential(nn.Linear(1024, 2048), nn.Tanh(), nn.Linear(2048, 1024))

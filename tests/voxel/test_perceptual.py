@@ -60,6 +60,7 @@ def peak(loss, num_samples):
     return trace_allocations(lambda: loss(prediction * 1, target).backward()).peak, target.nbytes
 
 
+@pytest.mark.slow
 def test_peak_is_a_quarter_and_grows_with_gradients_only():
     """One level; four of them at 64 voxels to a side are in benchmarks/results/voxel_losses.json."""
     loss = Perceptual3DLoss(4, 32, num_levels=1)
