@@ -229,6 +229,8 @@ def looking_inside(model: nn.Module, look: Callable[[], object]) -> Iterator[Non
 
     def notice(_: nn.Module, __: Any) -> None:
         nonlocal num_calls, next_call
+        if torch.compiler.is_compiling():  # a function around the model: nothing of this is for its graph
+            return
         if threading.get_ident() == thread:
             num_calls += 1
             if num_calls == next_call:
@@ -236,7 +238,7 @@ def looking_inside(model: nn.Module, look: Callable[[], object]) -> Iterator[Non
                 look()
 
     def notice_end(module: nn.Module, _: Any, __: Any) -> None:
-        if module is model and threading.get_ident() == thread:
+        if not torch.compiler.is_compiling() and module is model and threading.get_ident() == thread:
             look()
 
     if any(map(is_compiled, model.modules())):  # it would be compiled again, for a hook on all modules

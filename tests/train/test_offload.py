@@ -305,6 +305,7 @@ def test_the_folder_is_the_callers(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Using `torch.compile.module.` when there are global hooks")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch.compile looks there
 def test_graph_break_does_not_compile_the_hooks():
     """It runs a layer as written when a dispatch mode is on, and would from then on compile what the layer calls."""
     found = []
