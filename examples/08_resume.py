@@ -57,7 +57,7 @@ def loss_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def train(
-    num_epochs: int, num_rows: int, memory: mk.MemoryManager, tracker: mk.Tracker, folder: Path, last: int
+    num_epochs: int, num_rows: int, memory: mk.MemoryManager, tracker: mk.Tracker, folder: Path, epochs: range
 ) -> None:
     torch.manual_seed(0)
     loader = DataLoader(read_rows(0, num_rows), BATCH, shuffle=True)
@@ -75,11 +75,9 @@ def train(
     loop = mk.MemoryEfficientTrainLoop(
         trainer, loader, loss_fn, val_loader=val_batches, monitor=monitor, report_every=2, state=state, progress=False
     )
-    for epoch in range(last):
+    for epoch in epochs:  # the loop goes on where the last saved state ends
         start, mark = time.process_time(), tracker.mark()
         result = loop.run(epoch + 1)
-        if result.validation is None:  # this epoch was done before the stop
-            continue
         loss = result.validation["loss"]
         peak, seconds = mk.memory.format_bytes(tracker.peak_since(mark)), time.process_time() - start
         print(f"epoch {epoch + 1}: validation loss {loss:.5f}, peak {peak}, {seconds:.1f} s")
@@ -94,8 +92,8 @@ def main() -> None:
     folder = Path(tempfile.mkdtemp())
     memory = mk.MemoryManager("cpu", log=folder / "memory_events.jsonl")
     with memory.track() as tracker:
-        for last in (num_epochs - 1, num_epochs):
-            train(num_epochs, num_rows, memory, tracker, folder, last)
+        for epochs in (range(num_epochs - 1), range(num_epochs - 1, num_epochs)):
+            train(num_epochs, num_rows, memory, tracker, folder, epochs)
     print(memory.summary())
     memory.close()
     mk.write_report(mk.report.read_memory_events(folder / "memory_events.jsonl"), folder / "report.html")
