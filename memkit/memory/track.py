@@ -57,7 +57,7 @@ _ABSENT = {
 LABELS: dict[str, Label] = {
     "category": "category", "line": "source", "module": "module", "operator": "operator", "phase": "phase"
 }  # fmt: skip
-"""What memory is split by, as the properties ``peak_by_...`` name it: its label in a recording."""
+"""The labels of a recording, by the names that the properties ``peak_by_...`` give them."""
 
 
 @guided(absent=_ABSENT, methods=("peak_since", "live_by", "top"))

@@ -40,6 +40,7 @@ from memkit._recorder.recorder import Recorder
 from memkit._recorder.workspace import WorkspaceMarks
 from memkit._recovery.batch import Attempt
 from memkit._recovery.errors import describe_error
+from memkit._recovery.signals import deferred_signals
 from memkit._recovery.snapshot import Rollback, StateWatch, cloned
 from memkit._simulation.simulation import Gpu, Host, MakeOptimizer, check_model, is_own, optimizer_maker
 from memkit._simulation.tensors import check_selected_fraction
@@ -878,10 +879,11 @@ def _undone(model: nn.Module, loss_fn: LossFn, stepped: Sequence[Tensor]) -> Ite
         with gradients_set_aside(parameters):
             yield
     finally:
-        for each, place, value in values:  # before the others, which would tell of parameters that have moved
-            put_back(each, place)
-            place.data.copy_(value)
-        before.restore()
+        with deferred_signals():  # Ctrl-C in the middle would leave a model that is half trained
+            for each, place, value in values:  # before the others, which would tell of parameters that have moved
+                put_back(each, place)
+                place.data.copy_(value)
+            before.restore()
 
 
 def _time_step(run_for_real: RunForReal, batch: Any, arrangement: Arrangement) -> float:

@@ -5,6 +5,7 @@ import copy
 import gc
 import json
 import re
+import signal
 import warnings
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,6 +24,7 @@ from memkit._core.units import format_bytes
 from memkit.predict.gpus import find_gpu
 from memkit.predict.plan import host
 from memkit.predict.plan.host import HostTimes
+from memkit.recipes import planned
 from memkit.recipes.planned import plan_training, prepare
 from memkit.recipes.report import write_report
 from memkit.train.wrapper import MemoryEfficientTrainingWrapper
@@ -281,6 +283,21 @@ def measured_step(make_loss):
 def test_a_measured_step_trains_the_model_that_the_loss_reaches_by_itself():
     """On a copy such a loss would leave no gradients and no state of the optimizer."""
     assert measured_step(lambda model: OwnModel(model).loss_fn) == measured_step(lambda _: mean_square)
+
+
+def test_an_interrupt_waits_until_measured_steps_are_undone(monkeypatch):
+    """In the middle of that it would leave a model that is half trained."""
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.randn(8, 8)
+    before, put_back = copy.deepcopy(model.state_dict()), planned.put_back
+
+    def interrupted(*args):
+        put_back(*args)
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(planned, "put_back", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        plan_training(model, x, mean_square, torch.optim.SGD(model.parameters(), lr=0.1), budget="1MiB", measure=True)
+    assert_same(dict(model.state_dict()), dict(before))
 
 
 @pytest.mark.slow
