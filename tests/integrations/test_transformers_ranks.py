@@ -63,7 +63,7 @@ def replica(rank, folder):
         "use_cpu=True,", 'use_cpu=True, ddp_backend="gloo",'
     )
     want = run(script, folder)
-    fault = failing(pytest.MonkeyPatch(), *([100, 900] if rank else []))
+    fault = failing(pytest.MonkeyPatch(), *([100, 1500] if rank else []))
     got = run(with_memkit(script), folder)
     assert fault.num_failures == got.split_loss.num_ooms == (2 if rank else 0)
     assert got.accelerator.num_processes == 2
